@@ -27,7 +27,7 @@ from torchtitan_diloco.config.loader import (
 )
 from torchtitan_diloco.config.schema import flat_settings, flatten
 from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, advice
-from torchtitan_diloco.islands.config import Islands
+from torchtitan_diloco.islands.config import Islands, own_loop_settings
 from torchtitan_diloco.models import build_model
 from torchtitan_diloco.models.interface import parameter_counts
 
@@ -327,6 +327,14 @@ TOPK = {
 def test_contradictions_are_errors(settings: dict[str, str], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^1 mistake.*\n.*: {key} = "):
         load_config("debug", settings)
+
+
+def test_an_island_in_a_store_may_have_its_copies_in_host_memory(tmp_path: Path) -> None:
+    settings = {"islands.join": str(tmp_path), "islands.name": "here"}
+    config = load_config("debug", settings | {"diloco.link.outer_state": "cpu"})
+    _, used = own_loop_settings(config.islands, config.diloco)
+    assert used.link.outer_state == "cpu"
+    assert used.workers == 1
 
 
 def test_data_parallelism_may_average_gradients_in_bf16() -> None:

@@ -312,6 +312,9 @@ def test_the_outer_state_is_on_a_gpu_that_has_room_for_it(
     local = SimpleNamespace(device=GPU, numel=lambda: 1_000_000)
     on_gpu: Any = SimpleNamespace(parts=[SimpleNamespace(local=lambda: local)])
     assert pick_state_device([on_gpu], chosen).type == expected
+    known.total_memory = 41e6  # for two buffers: those of an island in a store
+    if choice == "auto":
+        assert pick_state_device([on_gpu], chosen, has_optimizer=False).type == "cuda"
     on_cpu = build_fragments(Net(), chosen.fragments)
     assert pick_state_device(on_cpu, chosen).type == "cpu"
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.diloco.toy import config, inner_step, parameters, start
 from tests.islands.by_hand import HandIsland, newest, open_run, syncer, train
+from tests.islands.ranked import versions_of_islands
 from tests.processes import ProcessPool
 from tests.store.seaweed import BUCKET, SeaweedServer
 from torchtitan_diloco.diloco import DiLoCoConfig
@@ -21,9 +22,14 @@ VERSIONS = 11
 Versions = dict[tuple[int, int], Tensor]
 
 
-def one_job(chosen: DiLoCoConfig, tokens: list[int]) -> tuple[Versions, dict[str, Tensor]]:
-    """Return all versions of the shared copies, and the parameters of this worker at the end."""
-    outer, model, optimizer = start(chosen, 2, adam=True)
+def one_job(
+    chosen: DiLoCoConfig, tokens: list[int], ranks: int = 1
+) -> tuple[Versions, dict[str, Tensor]]:
+    """Return all versions of the shared copies, and the parameters of this worker at the end.
+
+    With several ranks a worker, the versions are the shards of this rank.
+    """
+    outer, model, optimizer = start(chosen, 2, ranks, adam=True)
     versions: Versions = {}
     for step in range(1, STEPS + 1):
         inner_step(model, optimizer, outer.worker, step)
@@ -93,3 +99,42 @@ def test_islands_have_the_versions_of_one_job_in_a_bucket(
     run = f"s3://{BUCKET}/{uuid.uuid4().hex}"
     join_file = seaweed.join_file(tmp_path / "join.toml", "owner", location=run)
     compare(processes, config(8, delay=1), [100, 170], str(join_file), tmp_path / "scratch")
+
+
+@pytest.mark.parametrize(
+    ("place", "layers", "outer", "tokens"),
+    [
+        ("folder", 8, {"name": "nesterov"}, [100, 170]),
+        ("folder", 2, {"name": "adam", "lr": 0.05}, [130, 130]),
+        ("bucket", 2, {"name": "nesterov"}, [100, 170]),
+    ],
+    ids=["nesterov", "adam", "bucket"],
+)
+def test_islands_of_two_ranks_have_the_versions_of_one_job(
+    processes: ProcessPool,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    place: str,
+    layers: int,
+    outer: dict[str, Any],
+    tokens: list[int],
+) -> None:
+    """Each rank has its shards of them."""
+    chosen = config(layers, delay=1, **outer)
+    store = tmp_path / "store"
+    if place == "bucket":
+        seaweed: SeaweedServer = request.getfixturevalue("seaweed")
+        run = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+        store = seaweed.join_file(tmp_path / "join.toml", "owner", location=run)
+    job = processes.run(one_job, 4, chosen, tokens, 2)
+    with syncer(store, tmp_path / "scratch"):
+        found = processes.run(versions_of_islands, 4, store, chosen, tokens, STEPS)
+    assert sorted(slot for slot, _, _ in found) == [0, 0, 1, 1]
+    for rank, (slot, versions, parameters_here) in enumerate(found):
+        expected, expected_parameters = job[2 * slot + rank % 2]
+        assert any(version == VERSIONS for _, version in expected)
+        for key, value in expected.items():
+            assert torch.equal(versions[key], value), f"fragment and version {key}"
+        for name, value in expected_parameters.items():
+            assert torch.equal(parameters_here[name], value), f"{name} of slot {slot}"
+    assert not any(ledger.lost for slot in newest(store).slots for ledger in slot.ledgers)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchtitan_diloco.diloco.codecs.base import UNIT
 from torchtitan_diloco.islands.layout import Layout, hexadecimal
 from torchtitan_diloco.islands.merging import Mean, apply_version, merge, read_outer
 from torchtitan_diloco.islands.payload import (
@@ -14,6 +15,10 @@ from torchtitan_diloco.islands.payload import (
     Header,
     check_part,
     codec_for,
+    cut,
+    cut_sizes,
+    decode,
+    decode_cut,
     encode,
     encode_values,
     memory_of,
@@ -46,6 +51,28 @@ def part_of(values: Tensor, header: Header) -> memoryview:
     payload = torch.cat([torch.empty(HEADER_BYTES, dtype=torch.uint8), *shards])
     write_header(payload, header)
     return memory_of(payload)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "fp8_e5m2", "fp4_e3m0"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_rank_decodes_its_values_from_few_more_bytes_than_its_share(
+    codec: str, ranks: int
+) -> None:
+    header = Header(codec, 32)
+    content = bytearray(memory_of(encode(numbers(0), header)))
+    whole = torch.cat([piece.values.clone() for piece in decode(content, [LAYOUT.values])])
+    unit = codec_for(codec, 32).wire_bytes(UNIT)
+    for rank in range(ranks):
+        layout = Layout(SHAPES, ranks, rank)
+        shards = cut(content, layout, rank)
+        assert [len(shard) for shard in shards] == cut_sizes(header, layout, rank)
+        values = torch.cat([values.clone() for values in decode_cut(shards, header, layout)])
+        expected = torch.cat([whole[one.whole :][: one.size] for one in layout.mine])
+        assert torch.equal(values, expected)
+        share = codec_for(codec, 32).wire_bytes(expected.numel())
+        assert sum(map(len, shards)) <= share + 2 * unit * len(shards)
+    with pytest.raises(MalformedError):
+        cut(content[:-1], LAYOUT, 0)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "fp8_e5m2", "fp4_e3m0"])
@@ -158,10 +185,18 @@ def test_a_part_of_the_weight_makes_a_part_of_the_step(tmp_path: Path) -> None:
     assert torch.equal(after.theta, state.theta), "its steps were all skipped"
 
 
-def test_only_a_complete_version_is_found_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_fallocate", [True, False])
+def test_only_a_complete_version_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_fallocate: bool
+) -> None:
+    """Also on systems that do not allocate files, such as macOS: they are written then."""
+    if not has_fallocate:
+        monkeypatch.delattr("os.posix_fallocate", raising=False)
     scratch = Scratch(tmp_path, [SHAPES], slots=1)
     state = begun(scratch)
     scratch.keep(state, 0, 3)
+    file = state.path.stat()
+    assert 512 * file.st_blocks >= file.st_size, "its blocks are allocated"
     checksum = hexadecimal(LAYOUT.checksum(state.published))
     scratch.take(0)
     again = Scratch(tmp_path, [SHAPES], slots=1)

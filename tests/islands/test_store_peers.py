@@ -2,7 +2,10 @@
 
 import threading
 import time
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +13,16 @@ import torch
 from tests.diloco.toy import config
 from tests.islands.by_hand import newest, open_run, syncer
 from tests.islands.test_one_job import Versions, one_job
+from tests.islands.test_syncing import wait_for
 from tests.islands.trainees import TOKENS, Trainee, trained
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.diloco import Quantization
 from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.state_dict import SHARED, SavedState
+from torchtitan_diloco.islands.layout import hexadecimal
 from torchtitan_diloco.islands.store_peers import StorePeers
-from torchtitan_diloco.islands_store.note import Part
+from torchtitan_diloco.islands_store.note import JOIN, Part
 
 
 def same(one: Trainee, other: Trainee) -> None:
@@ -160,3 +167,117 @@ def test_a_version_of_others_waits_for_the_buffer_of_a_slow_upload(tmp_path: Pat
     same(slow, fast)
     assert any(newest_version > base for base, newest_version in seen), "others were merged"
     assert not any(ledger.lost for slot in newest(store).slots for ledger in slot.ledgers)
+
+
+def test_an_island_that_saves_for_long_keeps_its_slot(tmp_path: Path) -> None:
+    """Its notes go on meanwhile, and another island waits for the slot until it leaves."""
+    store = tmp_path / "store"
+    options: dict[str, Any] = {"begin": 1, "slots": 1, "slot_seconds": 2.0}
+    first, second = (
+        Trainee(store, name, config(8), total_tokens=10**9, **options) for name in "ab"
+    )
+    counters = list[int]()
+
+    def wants_a_slot() -> bool:
+        link = second.peers._link
+        return link is not None and link.machine._wish() == JOIN
+
+    def save(step: int) -> None:
+        if step != 20:
+            return
+        second.thread.start()
+        wait_for(wants_a_slot)
+        counters.append(first.peers.machine._counter)
+        time.sleep(4.0)
+        counters.append(first.peers.machine._counter)
+        assert newest(store).owners() == [first.peers.machine.incarnation]
+        first.stop.set()
+
+    first.on_step = save
+    second.on_step = lambda _: second.stop.set()
+    with syncer(store, tmp_path / "scratch"):
+        with trained(first):
+            pass
+        second.finish()
+    assert counters[1] - counters[0] >= 3
+    assert second.steps == 1
+
+
+def test_a_checkpoint_of_any_step_has_the_bits_of_a_version(tmp_path: Path) -> None:
+    """Also while the next one is prepared. Its parameters are those that validation uses."""
+    store = tmp_path / "store"
+    total = 60 * 2 * TOKENS
+    pair = [Trainee(store, name, config(2, delay=1), total_tokens=total) for name in "ab"]
+    saved = list[tuple[int, int, str]]()
+    decided = dict[tuple[int, int], str]()
+
+    def look(_: int) -> None:
+        peers = pair[0].peers
+        state = SavedState.from_dict(pair[0].outer.state_dict())
+        for number, (one, facts) in enumerate(
+            zip(peers.states, state.facts.fragments, strict=True)
+        ):
+            named = state.kind(SHARED)
+            values = torch.cat([named[part.name].flatten() for part in one.fragment.parts])
+            checksum = hexadecimal(peers._layouts[number].checksum(values))
+            saved.append((number, facts.outer_steps, checksum))
+            with pair[0].outer.global_parameters():
+                assert torch.equal(torch.cat([part.local() for part in one.fragment.parts]), values)
+            shared = peers.machine.fragments[number].shared
+            for version in range(shared.version + 1):
+                if known := shared.checksum(version):
+                    decided[number, version] = known
+
+    pair[0].on_step = look
+    with syncer(store, tmp_path / "scratch"), trained(*pair):
+        pass
+    assert len({version for _, version, _ in saved}) > 4
+    for number, version, checksum in saved:
+        assert decided[number, version] == checksum
+
+
+def test_wrong_bits_of_a_copy_are_found_when_the_next_one_is_applied(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    total = 60 * 2 * TOKENS
+    chosen = replace(config(8), quantization=Quantization(codec="fp4_e3m0"))
+    pair = [Trainee(store, name, chosen, total_tokens=total) for name in "ab"]
+    news = list[str]()
+
+    def damage(step: int) -> None:
+        if step == 30:
+            pair[0].peers.states[0].outer[3] += 1.0
+        news.extend(pair[0].peers.machine.news)
+
+    pair[0].on_step = damage
+    with syncer(store, tmp_path / "scratch"), trained(*pair):
+        pass
+    same(*pair)
+    assert any("its copy has wrong bits" in line for line in news)
+
+
+def test_a_download_is_dropped_if_its_base_was_reset_meanwhile(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    total = 60 * 2 * TOKENS
+    first, second = (Trainee(store, name, config(8), total_tokens=total) for name in "ab")
+    prepare = first.peers._copies.prepare
+    calls = count(1)
+    seen = list[bool]()
+
+    def reset_meanwhile(fragment: int, *arguments: Any) -> str | None:
+        checksum = prepare(fragment, *arguments)
+        if next(calls) == 9:
+            link = first.peers._link
+            assert link is not None
+            own = link.machine.fragments[fragment]
+            with link._changed:
+                link.machine.on_checksum(fragment, own.applied, "0" * 16)
+                seen.append(own.is_wrong)
+        return checksum
+
+    first.peers._copies.prepare = reset_meanwhile  # type: ignore[method-assign]
+    with syncer(store, tmp_path / "scratch"), trained(first, second):
+        pass
+    same(first, second)
+    assert seen == [True]
+    slots = newest(store).slots
+    assert any(ledger.lost for slot in slots for ledger in slot.ledgers)

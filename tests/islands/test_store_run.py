@@ -8,11 +8,14 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.components.test_resume import last
 from tests.conftest import REPOSITORY
 from tests.islands.by_hand import newest
 from tests.islands.test_run import SETTINGS
 from tests.islands.test_syncing import sync
+from tests.metadata_server import GCP, metadata_server
 from torchtitan_diloco.components.checkpoint_folder import read_manifest
 
 PATIENCE = 240.0
@@ -49,9 +52,12 @@ def steps_of(folder: Path, name: str) -> int:
     return max((json.loads(line).get("step", 0) for line in lines if line.endswith("}")), default=0)
 
 
-def test_islands_stop_are_killed_and_go_on(tmp_path: Path) -> None:
-    """Both stop in order; then one is killed, and the other trains on."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_islands_stop_are_killed_and_go_on(tmp_path: Path, ranks: int) -> None:
+    """Both stop in order; then one is killed, and the other trains on. It returns as an island of
+    one rank, whose checkpoint may be of two."""
     more = {"metrics__log_every": 1, "checkpoint__every": 10, "training__steps": 120}
+    more["parallel__fsdp"] = ranks
     with sync(tmp_path / "store", tmp_path / "scratch") as syncer, ExitStack() as started:
 
         def start(name: str, **changed: object) -> "subprocess.Popen[str]":
@@ -73,7 +79,7 @@ def test_islands_stop_are_killed_and_go_on(tmp_path: Path) -> None:
             time.sleep(0.05)
         second.send_signal(signal.SIGKILL)
         second.wait()
-        again = start("b")
+        again = start("b", parallel__fsdp=1)
         assert "run 100 %" in end_of(first)
         output, _ = again.communicate(timeout=PATIENCE)
         assert again.returncode == 0 or "has ended after" in output, output
@@ -87,3 +93,28 @@ def test_islands_stop_are_killed_and_go_on(tmp_path: Path) -> None:
         samples = sum(slot.ledgers[number].taken for slot in decision.slots)
         lost = sum(slot.ledgers[number].lost for slot in decision.slots)
         assert shared.clock == (samples - lost) * decision.settings.tokens_per_sample >= total
+
+
+def test_islands_leave_on_a_notice(tmp_path: Path) -> None:
+    """They save, send their work and give their slots back before their machine goes away."""
+    store = tmp_path / "store"
+    with metadata_server() as server, sync(store, tmp_path / "scratch"), ExitStack() as started:
+        server.answers[GCP] = "TRUE"
+        more: dict[str, object] = {"run__preemption": "gcp", "training__steps": 20_000}
+        more["run__preemption_address"] = server.address
+        pair = [island(tmp_path, "a", parallel__fsdp=2, **more), island(tmp_path, "b", **more)]
+        for process in pair:
+            started.callback(process.kill)
+        for process in pair:
+            output, _ = process.communicate(timeout=PATIENCE)
+            assert process.returncode == 128 + signal.SIGTERM, output
+            assert "notice: GCP will preempt this machine, 30 s left" in output
+            assert "left the run after its own step" in output
+        decision = newest(store)
+    assert decision.owners() == []
+    assert not decision.ended
+    for slot in decision.slots:
+        assert not any(ledger.lost for ledger in slot.ledgers)
+        assert len({ledger.taken for ledger in slot.ledgers}) == 1, "all work is merged"
+    for name in "ab":
+        assert read_manifest(last(tmp_path / name)).step > 0

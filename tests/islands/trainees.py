@@ -35,10 +35,17 @@ class Trainee:
         step_seconds: float = 0.0,
         grace: float = 1.0,
         found: bool = False,
+        slot_seconds: float = 60.0,
         **options: Any,
     ) -> None:
         islands = Islands(
-            str(store), name, slots=slots, begin=begin, grace_seconds=grace, found=found
+            str(store),
+            name,
+            slots=slots,
+            begin=begin,
+            grace_seconds=grace,
+            slot_seconds=slot_seconds,
+            found=found,
         )
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)

@@ -12,7 +12,7 @@ from torchtitan_diloco.islands_store.checkpoint import Saved
 from torchtitan_diloco.islands_store.decision import REPLACED, SICK, Decision, Fate, Kept, Ledger
 from torchtitan_diloco.islands_store.founding import Founding, WentBackError
 from torchtitan_diloco.islands_store.fragment import Boundary
-from torchtitan_diloco.islands_store.island import REJOIN, Island
+from torchtitan_diloco.islands_store.island import LEFT, REJOIN, Island
 from torchtitan_diloco.islands_store.names import COPY, VERSION, Object
 from torchtitan_diloco.islands_store.note import Note, Part, decode_note
 from torchtitan_diloco.islands_store.settings import RATES
@@ -332,6 +332,16 @@ def test_an_owner_of_nothing_joins_anew_and_a_replaced_start_ends(hand: Hand) ->
     again = Hand(founded((A,)))
     again.read(told={A: REPLACED})
     assert again.island.ending == REPLACED
+
+
+def test_an_island_that_has_left_downloads_nothing(hand: Hand) -> None:
+    """Not even the version with its last part, as it no longer has a ledger."""
+    hand.step(10)
+    hand.island.leave()
+    hand.state.slots[0].owner = None
+    hand.publish()
+    assert hand.island.ending == LEFT
+    assert hand.island.wanted() == []
 
 
 def test_a_sick_island_says_so_and_goes_on(hand: Hand) -> None:

@@ -15,7 +15,7 @@ from torchtitan_diloco.config.schema import (
 )
 from torchtitan_diloco.config.weights import MOST_TURNS, is_rounded, weight_mistake
 from torchtitan_diloco.diloco.config import advice, diloco_mistakes
-from torchtitan_diloco.islands.config import Islands, islands_mistakes
+from torchtitan_diloco.islands.config import Islands, is_location, islands_mistakes
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Exactly one of these settings is not 0."""
@@ -57,7 +57,8 @@ def config_mistakes(config: Config) -> Mistakes:
         reason = f"is after the end of the run: give at most training.steps = {training.steps}"
         yield "training.stop_after", reason
     if is_island or config.diloco.method != "none":
-        yield from diloco_mistakes(config.diloco, islands=is_island)
+        has_log = is_island and not is_location(config.islands.join)
+        yield from diloco_mistakes(config.diloco, islands=is_island, has_log=has_log)
         if config.parallel.reduce_dtype != Parallel.reduce_dtype:
             reason = (
                 'is only for data parallelism (diloco.method = "none"): inside a streaming worker, '

@@ -168,8 +168,13 @@ FEW_ROUNDS = 100
 """With fewer outer rounds, the loss stays behind that of data parallelism."""
 
 
-def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
-    """Check settings that depend on each other. `islands`: whether workers are islands."""
+def diloco_mistakes(
+    diloco: DiLoCoConfig, *, islands: bool = False, has_log: bool = False
+) -> Mistakes:
+    """Check settings that depend on each other.
+
+    `islands`: whether workers are islands. `has_log`: whether these share a log, not a store.
+    """
     every = diloco.sync_every
     first = diloco.beginning
     if diloco.overlap.delay >= every:
@@ -190,7 +195,7 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
         "diloco.method": diloco.method == "none",
         "diloco.beginning.length": first.length > 0,
         "diloco.link.drop_probability": diloco.link.drop_probability,
-        "diloco.link.outer_state": diloco.link.outer_state == "cpu",
+        "diloco.link.outer_state": has_log and diloco.link.outer_state == "cpu",
     }
     for key, is_set in refused.items():
         if is_set and islands:

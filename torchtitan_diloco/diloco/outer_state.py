@@ -18,20 +18,27 @@ GPU_SHARE = 0.2
 """Share of a GPU's memory up to which `outer_state = "auto"` means "device"."""
 
 
-def state_bytes(config: DiLoCoConfig) -> int:
-    """Return the bytes per parameter in the buffers of an OuterState."""
+def state_bytes(config: DiLoCoConfig, *, has_optimizer: bool = True) -> int:
+    """Return the bytes per parameter in the buffers of an OuterState.
+
+    `has_optimizer`: whether outer steps are made there.
+    """
     is_sparse = build_codec(config.quantization).is_sparse
-    return 4 * (2 + slot_count(config.outer_optimizer) + is_sparse)
+    return 4 * (2 + slot_count(config.outer_optimizer) * has_optimizer + is_sparse)
 
 
-def pick_state_device(fragments: Sequence[Fragment], config: DiLoCoConfig) -> torch.device:
-    """Return the device of the outer state."""
+def pick_state_device(
+    fragments: Sequence[Fragment], config: DiLoCoConfig, *, has_optimizer: bool = True
+) -> torch.device:
+    """Return the device of the outer state. `has_optimizer`: as for `state_bytes`."""
     locals_ = [part.local() for fragment in fragments for part in fragment.parts]
     device = locals_[0].device
     choice = config.link.outer_state
     if device.type == "cpu" or choice == "cpu":
         return torch.device("cpu")
-    needed = state_bytes(config) * sum(local.numel() for local in locals_)
+    needed = state_bytes(config, has_optimizer=has_optimizer) * sum(
+        local.numel() for local in locals_
+    )
     is_small = needed <= GPU_SHARE * torch.cuda.get_device_properties(device).total_memory
     return device if choice == "device" or is_small else torch.device("cpu")
 
@@ -170,13 +177,21 @@ class OuterState:
 
     def _take_copy(self, copy: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take the next shared copy. Return the previous one, and the next one on the model's
-        device if it was staged there."""
+        device if it is not there.
+
+        `copy`: `delta`, where it was prepared, or `outer`, to apply the same copy again.
+        """
         before = self.outer
         self.outer = copy
+        staged = None
         if copy is self.delta:
             self.delta = before
-        staged = self._staging
-        self._staging = None
+            staged = self._staging
+            self._staging = None
+            if staged is not None and staged.is_cuda:  # it may be of the background stream
+                staged.record_stream(torch.cuda.current_stream(staged.device))
+        elif self._on_host:  # what is staged is another one
+            staged = copy.to(self.model_device, copy=True)
         return before, staged
 
     @torch.no_grad()
@@ -193,6 +208,8 @@ class OuterState:
         if staged is not None:
             source = staged
             free = staged
+        elif before is copy:
+            free = torch.empty_like(copy)
         apart = []
         views = zip(self._locals(), self.views(source), self.views(free), strict=True)
         for local, shared, room in views:
@@ -252,15 +269,18 @@ class OuterState:
         torch.cuda.set_device(self.model_device)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(begin)
-            yield
-            self._stream.synchronize()
+            try:
+                yield
+            finally:  # after an error, too, nothing writes to the buffers any more
+                self._stream.synchronize()
 
     @torch.no_grad()
     def finish_delta(self) -> float:
         """Complete the delta and return its squared norm on this rank."""
-        if self._staging is not None and self._stream is not None:
+        if self._on_host and self._staging is not None:
             self.delta.copy_(self._staging, non_blocking=True)
-            self._stream.synchronize()
+            if self._stream is not None:
+                self._stream.synchronize()
             self._subtract(self.views(self.delta), self._block)
         if self.sent is not None:
             self.sent.copy_(self.delta)

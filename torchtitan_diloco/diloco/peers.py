@@ -87,7 +87,8 @@ class Peers(ABC):
         drop_gathered(model)
         self.fragments = build_fragments(model, config.fragments)
         self.schedule = build_schedule(config, len(self.fragments))
-        device = pick_state_device(self.fragments, config)
+        has_optimizer = self.makes_outer_steps
+        device = pick_state_device(self.fragments, config, has_optimizer=has_optimizer)
         self.agree(device)
         is_sparse = build_codec(config.quantization).is_sparse
         self.states = [
@@ -96,7 +97,7 @@ class Peers(ABC):
                 config.outer_optimizer,
                 device,
                 is_sparse=is_sparse,
-                has_optimizer=self.makes_outer_steps,
+                has_optimizer=has_optimizer,
             )
             for fragment in self.fragments
         ]

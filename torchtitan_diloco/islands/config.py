@@ -134,6 +134,7 @@ def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, 
     """Check the settings of an island in your own loop, and return the settings to use."""
     check_class(config, "diloco", DiLoCoConfig)
     begin, mistakes = islands.begin or config.workers, list[tuple[str, str]]()
+    has_log = not is_location(islands.join)
     if not islands.join:
         text = (
             "is empty: give the join string of the server, or the file join.txt that `serve` writes"
@@ -142,9 +143,14 @@ def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, 
     if islands.local:
         text = "starts no server in your own loop: run `serve`, and remove this setting"
         mistakes.append(("islands.local", text))
-    mistakes += [*islands_mistakes(islands, begin), *diloco_mistakes(config, islands=True)]
+    mistakes += [
+        *islands_mistakes(islands, begin),
+        *diloco_mistakes(config, islands=True, has_log=has_log),
+    ]
     raise_mistakes(mistakes, islands=replace(islands, join=""), diloco=config)
-    config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
+    config = replace(config, workers=1)
+    if has_log:
+        config = replace(config, link=replace(config.link, outer_state="device"))
     return replace(islands, begin=begin, slots=islands.slots or begin), config
 
 

@@ -4,15 +4,17 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import Fragment, describe_layout
-from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.config import Islands
-from torchtitan_diloco.islands.layout import Layout, hexadecimal, shapes_of
+from torchtitan_diloco.islands.followers import SharedCopies
+from torchtitan_diloco.islands.layout import Layout
 from torchtitan_diloco.islands.payload import Header, encode, memory_of
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands_store.checkpoint import Saved
@@ -64,6 +66,23 @@ def settings_of(
     )
 
 
+def with_settings(config: DiLoCoConfig, settings: Settings) -> DiLoCoConfig:
+    """Return the settings of an island that uses those of the run."""
+    overlap = replace(
+        config.overlap,
+        delay=settings.delay,
+        mixing=settings.mixing,
+        mixing_end=settings.mixing_end,
+    )
+    codec: Any = settings.codec
+    return replace(
+        config,
+        sync_every=settings.sync_every,
+        overlap=overlap,
+        quantization=replace(config.quantization, codec=codec),
+    )
+
+
 def facts_of(fragments: Sequence[Fragment], facts: Mapping[str, str]) -> dict[str, str]:
     """Return what must be equal on all islands: the model, and what the caller adds."""
     found = {"model": "\n".join(describe_layout(fragments)), **facts}
@@ -76,32 +95,27 @@ def _short(value: str) -> str:
     return value if fits else hashlib.sha256(value.encode()).hexdigest()[:16]
 
 
-def checksum_of(state: OuterState, layout: Layout) -> str:
-    """Return the checksum of P of a fragment on an island with one rank."""
-    return hexadecimal(layout.checksum(state.outer))
-
-
-def new_founding(states: Sequence[OuterState], settings: Settings) -> Founding:
-    """Return a founding of a new run with these copies P."""
-    layouts = [Layout(shapes_of(state.fragment)) for state in states]
-    pairs = zip(states, layouts, strict=True)
+def new_founding(
+    settings: Settings, layouts: Sequence[Layout], checksums: Sequence[str]
+) -> Founding:
+    """Return a founding of a new run with copies P that have these checksums."""
     return Founding(
         run=f"run-{secrets.token_hex(4)}",
         settings=settings,
         shapes=[list(layout.shapes) for layout in layouts],
-        checksums=[checksum_of(state, layout) for state, layout in pairs],
+        checksums=list(checksums),
     )
 
 
-def store_copies(run: Run, incarnation: str, states: Sequence[OuterState]) -> bool:
+def store_copies(run: Run, incarnation: str, copies: SharedCopies) -> bool:
     """Store the copies of a founder. Return whether all hold them now."""
     return all(
         run.large.create(
             founding_name(incarnation, number),
-            memory_of(encode(state.outer, Header())),
+            memory_of(encode(copies.gather(number), Header())),
             resume=True,
         )
-        for number, state in enumerate(states)
+        for number in range(len(copies))
     )
 
 

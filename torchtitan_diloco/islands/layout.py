@@ -91,14 +91,21 @@ class Layout:
         self.mine = self.spans(ranks, rank)
 
     def spans(self, ranks: int, rank: int) -> list[Span]:
-        """Return the spans of a rank."""
-        found, local, base = [], 0, 0
+        """Return the spans of a rank in order, as few as possible."""
+        found = list[Span]()
+        local = 0
+        base = 0
         for rows, width in self.shapes:
             mine = shard_rows(rows, rank, ranks)
-            size = len(mine) * width
-            found.append(Span(local, base + mine.start * width, size))
-            local, base = local + size, base + rows * width
-        return [span for span in found if span.size]
+            span = Span(local, base + mine.start * width, len(mine) * width)
+            local += span.size
+            base += rows * width
+            if found and found[-1].whole + found[-1].size == span.whole:
+                span = Span(found[-1].local, found[-1].whole, found[-1].size + span.size)
+                found.pop()
+            if span.size:
+                found.append(span)
+        return found
 
     def sizes(self, ranks: int) -> list[int]:
         """Return the number of values of each of `ranks` ranks."""

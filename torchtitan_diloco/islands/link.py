@@ -17,7 +17,7 @@ from its bytes.
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from enum import Enum
 from queue import Empty, SimpleQueue
@@ -26,16 +26,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchtitan_diloco.base.log import logger
-from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.witness import STILL_SECONDS
+from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.founding import store_copies
-from torchtitan_diloco.islands.layout import Layout, hexadecimal
-from torchtitan_diloco.islands.payload import HEADER_BYTES, decode, memory_of, read_header
+from torchtitan_diloco.islands.instructions import Instructions
+from torchtitan_diloco.islands.payload import HEADER_BYTES, memory_of
 from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands_store.commit import CallFailedError
 from torchtitan_diloco.islands_store.fields import MalformedError
 from torchtitan_diloco.islands_store.founding import encode_founding
-from torchtitan_diloco.islands_store.fragment import Apply, Boundary
+from torchtitan_diloco.islands_store.fragment import Apply
 from torchtitan_diloco.islands_store.island import Island
 from torchtitan_diloco.islands_store.names import ISLAND, Object, founding_name, part_name
 from torchtitan_diloco.islands_store.note import Gauges, Part
@@ -62,10 +62,6 @@ class Claim(Enum):
     PREPARED = "prepared"
 
 
-class _ClaimedError(Exception):
-    """A send needs the buffer."""
-
-
 class _ClosedError(Exception):
     """The island ends."""
 
@@ -78,6 +74,7 @@ class Prepared(NamedTuple):
     """Time of `time.perf_counter` since when it is there."""
     size: int
     """Bytes that were downloaded."""
+    checksum: str
 
 
 class Link:
@@ -85,19 +82,20 @@ class Link:
         self,
         run: Run,
         machine: Island,
-        states: Sequence[OuterState],
-        layouts: Sequence[Layout],
+        copies: SharedCopies,
+        checksums: Sequence[str],
     ) -> None:
+        """`checksums`: of the copies P."""
         self.run = run
         self.machine = machine
         self.gauges: Callable[[], Gauges] = Gauges
         """Returns values for users, for the next note."""
         self.read_at = time.monotonic()
         """Time at which the store was last read."""
-        self._states = states
-        self._layouts = layouts
+        self._copies = copies
+        self._checksums = list(checksums)
         self._changed = threading.Condition()
-        self._claims = [Claim.FREE] * len(states)
+        self._claims = [Claim.FREE] * len(self._checksums)
         self._sends = set[int]()
         """Fragments whose buffer a send waits for."""
         self._prepared = dict[int, Prepared]()
@@ -135,6 +133,7 @@ class Link:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(timeout=5.0)
+        self._copies.stop()
         if deletes_note:
             with suppress(AwayError):  # the syncer deletes it later
                 self.run.brief.delete(ISLAND + self.machine.incarnation)
@@ -172,7 +171,7 @@ class Link:
                 self.machine.on_reset(fragment)
             self._notify()
 
-    def decide(self, *, wait: bool = True) -> Boundary:
+    def decide(self) -> Instructions:
         """Return what to do next, after waiting for it. Carry it out, and call this again.
 
         Return without anything to do if a step is next, if the island is over, and now and then
@@ -187,11 +186,10 @@ class Link:
                 for send in due.sends:
                     self._claim_for_send(send.part.fragment)
                 self._say_news()
-                is_next = due.is_training and due.waits_until is None
-                if due.applies or due.sends or is_next or self.machine.ending or not wait:
-                    return due
-                if now - began > STILL_SECONDS:
-                    return due
+                found = Instructions.of(self.machine, due, self.away_seconds)
+                is_something = due.applies or due.sends or found.may_train or found.ending
+                if is_something or now - began > STILL_SECONDS:
+                    return found
                 self._is_note_due.set()
                 left = LOOK if due.waits_until is None else min(LOOK, due.waits_until - now)
                 self._changed.wait(max(0.0, left))
@@ -205,25 +203,24 @@ class Link:
         assert fragment not in self._prepared, "a version is applied before the next send"
         self._claims[fragment] = Claim.SENDING
 
-    def copy_for(self, apply: Apply) -> tuple[Tensor, Prepared | None]:
-        """Return the copy to apply, and its download, if it is not the P that is there already."""
-        state = self._states[apply.fragment]
+    def prepared(self, apply: Apply) -> Prepared | None:
+        """Return the download to apply, if it is not the P that is there already."""
         if apply.source is None:
-            return state.outer, None
+            return None
         prepared = self._prepared[apply.fragment]
         assert prepared.source == apply.source
-        return state.delta, prepared
+        return prepared
 
     def on_applied(self, apply: Apply) -> None:
         """A copy was applied: compare the checksum of P, and free the buffer."""
-        state = self._states[apply.fragment]
-        checksum = hexadecimal(self._layouts[apply.fragment].checksum(state.outer))
+        fragment = apply.fragment
         with self._changed:
             if apply.source is not None:
-                self._free(apply.fragment)
-            self.machine.on_checksum(apply.fragment, apply.version, checksum)
-            if self.machine.fragments[apply.fragment].is_wrong:
-                self._free(apply.fragment)  # what was prepared has a wrong base
+                self._checksums[fragment] = self._prepared[fragment].checksum
+                self._free(fragment)
+            self.machine.on_checksum(fragment, apply.version, self._checksums[fragment])
+            if self.machine.fragments[fragment].is_wrong:
+                self._free(fragment)  # what was prepared has a wrong base
             self._notify()
 
     def _free(self, fragment: int) -> None:
@@ -308,7 +305,7 @@ class Link:
                     if self._closed.is_set():
                         return
                     continue
-            most = HEADER_BYTES + 4 * self._layouts[stored.fragment].values
+            most = HEADER_BYTES + 4 * self._copies.values(stored.fragment)
             try:
                 content = self.run.large.get(stored.name, most)
             except AwayError as error:
@@ -327,48 +324,42 @@ class Link:
             self._prepare(stored, content)
 
     def _prepare(self, stored: Object, content: bytearray) -> None:
-        """Write the next P of a fragment to its buffer, unless it is no longer wanted."""
-        state = self._states[stored.fragment]
-        replaces = read_header(content).codec == "fp32"
+        """Write the next P of a fragment to its buffer on all ranks, unless it is no longer
+        wanted."""
         while True:
             with self._changed:
                 while self._is_needed_by_send(stored.fragment):
                     self._changed.wait(LOOK)
                     if self._closed.is_set():
                         raise _ClosedError
-                if stored not in self.machine.wanted():
+                if not self._is_next(stored):
                     return
                 self._claims[stored.fragment] = Claim.PREPARING
-            is_whole = True
-            try:
-                with state.background(state.moment()):
-                    state.prepare(self._pieces(stored.fragment, content), replaces=replaces)
-            except _ClaimedError:
-                is_whole = False
+            checksum = self._copies.prepare(
+                stored.fragment, content, lambda: stored.fragment in self._sends
+            )
             with self._changed:
                 self._free(stored.fragment)
                 self._changed.notify_all()
-                if not is_whole or stored.fragment in self._sends:
+                if checksum is None or stored.fragment in self._sends:
                     continue
-                if stored not in self.machine.wanted():
+                if not self._is_next(stored):
                     return
                 self._claims[stored.fragment] = Claim.PREPARED
                 now = time.perf_counter()
-                self._prepared[stored.fragment] = Prepared(stored, now, len(content))
+                self._prepared[stored.fragment] = Prepared(stored, now, len(content), checksum)
                 self.machine.on_held(stored, time.monotonic())
                 self._notify()
             return
 
+    def _is_next(self, stored: Object) -> bool:
+        """Return whether an object is the next one of its fragment: it changes the P that is there.
+        After a copy that is wanted first, it would change another one."""
+        of_fragment = (one for one in self.machine.wanted() if one.fragment == stored.fragment)
+        return stored == next(of_fragment, None)
+
     def _is_needed_by_send(self, fragment: int) -> bool:
         return self._claims[fragment] is Claim.SENDING or fragment in self._sends
-
-    def _pieces(self, fragment: int, content: bytearray) -> Iterator[Tensor]:
-        """Yield the values of a version, until a send needs the buffer."""
-        device = self._states[fragment].outer.device
-        for piece in decode(content, [self._states[fragment].values]):
-            if fragment in self._sends:
-                raise _ClaimedError
-            yield piece.values.to(device)
 
     def _upload(self) -> None:
         while True:
@@ -402,7 +393,7 @@ class Link:
             self._is_founding_stored = self._try(lambda: self.run.store.create(name, content))
         if self.machine.is_founder and not self._are_copies_stored:
             self._are_copies_stored = self._try(
-                lambda: store_copies(self.run, self.machine.incarnation, self._states)
+                lambda: store_copies(self.run, self.machine.incarnation, self._copies)
             )
 
     def _collect_garbage(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_diloco.diloco.codecs import Codec, build_codec
+from torchtitan_diloco.diloco.codecs.base import UNIT
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
 from torchtitan_diloco.islands.layout import Layout
@@ -93,12 +94,20 @@ def codec_for(name: str, block_size: int) -> Codec:
 def encode(values: Tensor, header: Header) -> Tensor:
     """Return a header and encoded values, in host memory that nothing else uses."""
     codec = codec_for(header.codec, header.block_size)
-    size = HEADER_BYTES + codec.wire_bytes(values.numel())
-    payload = torch.empty(size, dtype=torch.uint8, device=values.device)
-    encode_values(codec, values, payload[HEADER_BYTES:])
-    payload = payload.cpu()
+    payload = torch.empty(HEADER_BYTES + codec.wire_bytes(values.numel()), dtype=torch.uint8)
     write_header(payload, header)
+    encode_into(payload[HEADER_BYTES:], codec, values)
     return payload
+
+
+def encode_into(payload: Tensor, codec: Codec, values: Tensor) -> None:
+    """Encode values on their device, and write them to host memory."""
+    if values.device == payload.device:
+        encode_values(codec, values, payload)
+        return
+    encoded = torch.empty_like(payload, device=values.device)
+    encode_values(codec, values, encoded)
+    payload.copy_(encoded)
 
 
 def write_header(payload: Tensor, header: Header) -> None:
@@ -140,13 +149,75 @@ def decode(content: Buffer, sizes: Sequence[int]) -> Iterator[Piece]:
     room = torch.empty(min(PIECE, max(sizes, default=0)), dtype=torch.float32)
     payload = bytes_of(content)[HEADER_BYTES:]
     for rank, (size, shard) in enumerate(zip(sizes, payload.split(shards), strict=True)):
-        if shard.data_ptr() % 4:  # codecs view bytes as words
-            shard = shard.clone()
-        encoded = shard.split(codec.wire_bytes(PIECE))
-        for number, start in enumerate(range(0, size, PIECE)):
-            values = room[: min(PIECE, size - start)]
-            codec.decode(encoded[number], values)
+        for start, values in _decode_pieces(codec, shard, room, range(size)):
             yield Piece(rank, start, values)
+
+
+# --- the bytes of a version that a rank needs -----------------------------------------------------
+
+
+def _covers(layout: Layout, rank: int) -> list[range]:
+    """Return which values contain the spans of a rank and can be decoded alone."""
+    return [
+        range(
+            span.whole // UNIT * UNIT,
+            min(layout.values, -(-(span.whole + span.size) // UNIT) * UNIT),
+        )
+        for span in layout.spans(layout.ranks, rank)
+    ]
+
+
+def cut(content: Buffer, layout: Layout, rank: int) -> list[Tensor]:
+    """Return the bytes of a version, or a copy, that a rank needs for each of its spans.
+
+    Raise a MalformedError if the content has another size.
+    """
+    header = read_header(content)
+    codec = codec_for(header.codec, header.block_size)
+    payload = bytes_of(content)[HEADER_BYTES:]
+    if header.ranks != 1 or payload.numel() != codec.wire_bytes(layout.values):
+        raise MalformedError(f"it has {len(content)} bytes, of {header.ranks} ranks")
+    return [
+        payload[codec.wire_bytes(cover.start) : codec.wire_bytes(cover.stop)]
+        for cover in _covers(layout, rank)
+    ]
+
+
+def cut_sizes(header: Header, layout: Layout, rank: int) -> list[int]:
+    """Return the sizes of what `cut` returns."""
+    codec = codec_for(header.codec, header.block_size)
+    return [
+        codec.wire_bytes(cover.stop) - codec.wire_bytes(cover.start)
+        for cover in _covers(layout, rank)
+    ]
+
+
+def decode_cut(encoded: Sequence[Tensor], header: Header, layout: Layout) -> Iterator[Tensor]:
+    """Yield the values of this rank in order, each time in the same memory.
+
+    `encoded`: what `cut` returns for it.
+    """
+    codec = codec_for(header.codec, header.block_size)
+    covers = _covers(layout, layout.rank)
+    room = torch.empty(min(PIECE, max(map(len, covers), default=0)), dtype=torch.float32)
+    for span, cover, shard in zip(layout.mine, covers, encoded, strict=True):
+        first = span.whole
+        last = span.whole + span.size
+        for start, values in _decode_pieces(codec, shard, room, cover):
+            yield values[max(0, first - start) : last - start]
+
+
+def _decode_pieces(
+    codec: Codec, payload: Tensor, room: Tensor, places: range
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield decoded values, and the place of the first one. `room`: memory for a piece."""
+    if payload.data_ptr() % 4:  # codecs view bytes as words
+        payload = payload.clone()
+    encoded = payload.split(codec.wire_bytes(PIECE))
+    for number, start in enumerate(range(places.start, places.stop, PIECE)):
+        values = room[: min(PIECE, places.stop - start)]
+        codec.decode(encoded[number], values)
+        yield start, values
 
 
 def check_part(content: Buffer, part: Part, layout: Layout, block_size: int) -> float:

@@ -31,6 +31,20 @@ from torchtitan_diloco.islands_store.fields import MalformedError
 
 ALIGNMENT = 64
 SPARE = "spare"
+ZEROS = bytes(2**20)
+
+
+def _allocate(path: Path, size: int) -> None:
+    """Create a file, or extend it, with room on the disk for all its bytes: a write to a mapped
+    file on a full disk would end the process. Raise an OSError if the disk is full."""
+    with path.open("ab") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+            return
+        for start in range(file.tell(), size, len(ZEROS)):  # macOS
+            file.write(ZEROS[: size - start])
+        file.flush()
+        os.fsync(file.fileno())  # only now has the disk allocated it
 
 
 class FragmentState:
@@ -46,8 +60,7 @@ class FragmentState:
         outer_bytes = HEADER_BYTES + 4 * values * (1 + slots)
         self._end = self._start + outer_bytes
         size = self._end + HEADER_BYTES  # of the checksum
-        with path.open("ab") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a write to a full disk would be a signal
+        _allocate(path, size)
         self._memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
         self.published = self._values(HEADER_BYTES, values)
         begin = self._start + HEADER_BYTES

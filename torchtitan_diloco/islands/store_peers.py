@@ -11,68 +11,70 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
 from functools import partial
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_diloco.base.background import BackgroundThread
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.settings import check_class
 from torchtitan_diloco.base.tensors import drop_gathered
-from torchtitan_diloco.base.user import PeersLostError, UserError, command_line
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.diloco.delta_norms import sum_over_ranks
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.liveness import LATE_SECONDS, Liveness
+from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.state_dict import SHARED, FragmentFacts, OuterFacts, SavedState
+from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.diloco.vitals import Report
-from torchtitan_diloco.diloco.witness import STILL_SECONDS, Witness
+from torchtitan_diloco.diloco.witness import Witness
 from torchtitan_diloco.islands.config import (
     Islands,
     change_commands,
     checked_count,
     own_loop_settings,
 )
+from torchtitan_diloco.islands.followers import SharedCopies, collect_part
 from torchtitan_diloco.islands.founding import (
     facts_of,
     new_founding,
     read_saved,
     settings_of,
+    with_settings,
     write_saved,
 )
 from torchtitan_diloco.islands.gauges import STEP_TIMES, Gauges
-from torchtitan_diloco.islands.layout import Layout, shapes_of
+from torchtitan_diloco.islands.instructions import Instructions, share
+from torchtitan_diloco.islands.layout import Layout, Ranks, shapes_of
 from torchtitan_diloco.islands.link import Link
-from torchtitan_diloco.islands.members import IslandFencedError
-from torchtitan_diloco.islands.payload import Header, encode
+from torchtitan_diloco.islands.payload import Header
 from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.store_joining import (
+    Seat,
+    WaitLog,
+    raise_if_ended,
+    take_seat,
+)
 from torchtitan_diloco.islands_store import fragment as rules
 from torchtitan_diloco.islands_store import note as notes
 from torchtitan_diloco.islands_store.checkpoint import Saved
-from torchtitan_diloco.islands_store.decision import ENDS, ORDERS
-from torchtitan_diloco.islands_store.island import ENDED, LEFT, REJOIN, Island
+from torchtitan_diloco.islands_store.fragment import Boundary
+from torchtitan_diloco.islands_store.island import ENDED, LEFT, Island
 from torchtitan_diloco.islands_store.settings import Settings
 from torchtitan_diloco.store import open_store
 
+CLOSE_SECONDS = 5.0
+"""Seconds for which a rank waits at its end for the first one."""
 AWAY_SECONDS = 10.0
 """Seconds without the store after which an island that leaves gives up."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Position of an island in the run."""
-
-    slot: int
-    slots: int
-    streams: int
-    block: int
-    position: int
-    """First sample of the slot for this island."""
 
 
 class StorePeers(Peers, Witness):
@@ -109,21 +111,25 @@ class StorePeers(Peers, Witness):
         self.total_tokens = checked_count("total_tokens", total_tokens)  # such as 1e9
         self._tokens_per_step = checked_count("tokens_per_step", tokens_per_step)
         self._samples_per_step = checked_count("samples_per_step", samples_per_step)
-        if ranks is not None and ranks.size() > 1:
-            raise UserError("islands in a store have one rank each: start each GPU as an island")
+        self._given = ranks
         self._liveness = liveness or Liveness(None)
         self._facts = {name: str(value) for name, value in (facts or {}).items()}
         self.gauges = Gauges()
         self._link: Link | None = None
+        """Threads of the first rank. The others have `_following`."""
+        self._following: BackgroundThread | None = None
+        self._followed: Future[None] | None = None
+        self._last = Instructions(Boundary(clock=0))
+        """The latest ones."""
+        self._versions = list[int]()
         self._saved: Saved | None = None
         self._encoded: list[Future[None]] = []
         self._sent = dict[int, Round]()
         """Rounds of the latest parts, by fragment."""
         self._durations = deque[float](maxlen=STEP_TIMES)
         self._boundary_at = math.nan
-        self._may_train = False
         self._used: Settings | None = None
-        self._said_seconds = 0.0
+        self._waits = WaitLog()
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -137,46 +143,46 @@ class StorePeers(Peers, Witness):
         return config
 
     def prepare_to_send(self) -> None:
-        self._layouts = [Layout(shapes_of(fragment)) for fragment in self.fragments]
+        self._ranks = Ranks(self._given)
+        size, rank = self._ranks.size, self._ranks.rank
+        self._layouts = [Layout(shapes_of(one), size, rank) for one in self.fragments]
+        self._copies = SharedCopies(self.states, self._layouts, self._ranks)
+        self._versions = [0] * len(self.states)
         self._finalizer = weakref.finalize(
             self, close, self.background, None, self._liveness, False
         )
 
     def join(self) -> Seat:
         """Take a slot, wait for the run to start, and load the shared parameters."""
-        if self._link is not None:
+        if self._is_open:
             raise RuntimeError("join() was already called: create new peers to join again")
-        self._link = link = self._open()
-        link.start()
+        checksums = self._copies.checksums()
+        if self._ranks.is_first:
+            self._link = self._open(checksums)
+            self._link.start()
+        else:
+            self._following = BackgroundThread("island-follow")
+            self._followed = self._following.submit(self._copies.follow)
         drop_gathered(self.model)
         began = time.monotonic()
-        while not link.machine.is_training:
+        while not self._last.has_begun:
             for _ in self._boundary(applies=self._take):
                 raise AssertionError("nothing is sent before the run has begun")
-            self._raise_if_over()
-            self._raise_if_ended()
-            self._say_wait(began, "the run to begin")
+            self._last.raise_if_over(self.islands.name)
+            if self._link is not None:
+                raise_if_ended(self.islands.join, self._link.machine)
+            self._waits.say(self._link, began, "the run to begin")
         for _ in self._boundary(applies=self._take):
             raise AssertionError("nothing is sent before the first step")
         for state in self.states:
             state.write_model()
-        machine = link.machine
-        settings = machine.settings
-        decision = machine.decision
-        assert decision is not None
-        assert machine.slot is not None
-        self.seat = Seat(
-            machine.slot, settings.slots, settings.streams, settings.block, machine.position
-        )
-        copy = f"takes the newest shared copy, of {self.clock:,} tokens, and " * (self.clock > 0)
-        logger.info(
-            f"island {self.islands.name} has slot {machine.slot} of {settings.slots} in run "
-            f"{decision.run}, {copy}starts at its sample {machine.position:,}"
-        )
+        name = self.islands.name
+        seat = None if self._link is None else take_seat(name, self._link.machine, self.clock)
+        self.seat = share(seat, Seat, self._ranks.decisions)
         return self.seat
 
-    def _open(self) -> Link:
-        """Open the store, and build the machine of this island."""
+    def _open(self, checksums: Sequence[str]) -> Link:
+        """Open the store, and build the machine of this island. `checksums`: of the copies P."""
         name = self.islands.name
         store = open_store(self.islands.join, writes=f"part/{name}/")
         facts = facts_of(self.fragments, self._facts)
@@ -189,57 +195,65 @@ class StorePeers(Peers, Witness):
             samples_per_step=self._samples_per_step,
             facts=facts,
         )
-        founding = new_founding(self.states, settings)
+        founding = new_founding(settings, self._layouts, checksums)
         saved = self._saved
         if saved is not None:
             founding = saved.found(founding)
             if saved.fragments:
-                saved = saved.with_checksums(founding.checksums)
+                saved = saved.with_checksums(checksums)
         machine = Island(
             f"{name}/{secrets.token_hex(4)}",
             facts=facts,
             shapes=founding.shapes,
             founds=founding if saved is None or self.islands.found else None,
             saved=saved,
+            ranks=self._ranks.size,
         )
-        link = Link(Run(store, self.config.link.streams), machine, self.states, self._layouts)
+        link = Link(Run(store, self.config.link.streams), machine, self._copies, checksums)
         link.gauges = partial(self.gauges.read, self)
         return link
 
     def close(self) -> None:
         if self._link is not None:
-            self._link.close(deletes_note=self._link.machine.ending in (ENDED, LEFT))
+            self._link.close(deletes_note=self._last.ending in (ENDED, LEFT))
             self._link = None
+        if self._following is not None:
+            self._following.close(timeout=CLOSE_SECONDS)  # the first rank ends it
+            self._copies.close()
+            self._following = None
         self._finalizer()
 
     # --- the run ----------------------------------------------------------------------------------
 
     @property
     def machine(self) -> Island:
-        if self._link is None:
-            raise RuntimeError(
-                "call join() before the first step, and do not call step() after close()"
-            )
+        """The rules, on the first rank."""
+        assert self._link is not None
         return self._link.machine
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether this island has joined, and is not closed."""
+        return self._link is not None or self._following is not None
 
     @property
     def left(self) -> bool:
         """Whether this island leaves before the end of the run, or has left."""
-        return self.machine.is_leaving and self.machine.ending != ENDED
+        return self._last.is_leaving and self._last.ending != ENDED
 
     @property
     def clock(self) -> int:
         """Tokens of the run so far."""
-        return self.machine.clock
+        return self._last.due.clock
 
     @property
     def finished(self) -> bool:
         """Whether the run has merged its tokens, or this island was asked to leave."""
-        return bool(self.machine.ending) or self.machine.is_leaving
+        return bool(self._last.ending) or self._last.is_leaving
 
     @property
     def progress(self) -> float:
-        return min(1.0, self.clock / self.total_tokens) if self._link is not None else 0.0
+        return min(1.0, self.clock / self.total_tokens)
 
     @property
     def witness(self) -> Witness:
@@ -263,8 +277,10 @@ class StorePeers(Peers, Witness):
     def due_tasks(self, weight: float, reset: Collection[int]) -> Iterator[Send | Apply]:
         """When the run should have all its tokens, wait until they are merged, or continue to train
         if some are missing."""
-        machine = self.machine
-        assert self._link is not None
+        if not self._is_open:
+            raise RuntimeError(
+                "call join() before the first step, and do not call step() after close()"
+            )
         most = self._tokens_per_step
         if not 0 <= weight <= most or weight != int(weight):
             raise UserError(
@@ -276,42 +292,60 @@ class StorePeers(Peers, Witness):
         if not math.isnan(self._boundary_at):
             self._durations.append(time.perf_counter() - self._boundary_at)
         self.check()
-        usual = statistics.median(self._durations or [0.0])
-        self._link.finish_step(self._samples_per_step, int(weight), usual, reset)
-        self.gauges.finish_step(machine.tokens)
+        if self._link is not None:
+            usual = statistics.median(self._durations or [0.0])
+            self._link.finish_step(self._samples_per_step, int(weight), usual, reset)
+            self.gauges.finish_step(self.machine.tokens)
         began = time.monotonic()
         is_over = False
         while not is_over:
             yield from self._boundary()
-            self._raise_if_over()
-            is_over = bool(machine.ending) or machine.is_leaving or self._may_train
+            self._last.raise_if_over(self.islands.name)
+            is_over = self.finished or self._last.may_train
             if not is_over:
-                self._say_wait(began, "the other islands or the syncer")
+                self._waits.say(self._link, began, "the other islands or the syncer")
         self._boundary_at = time.perf_counter()
 
     def remaining_tasks(self) -> Iterator[Send | Apply]:
-        if self._link is None or self.machine.ending:
+        if not self._is_open or self._last.ending:
             return
-        self._link.leave()
+        if self._link is not None:
+            self._link.leave()
         began = time.monotonic()
-        while not self.machine.ending:
+        while not self._last.ending:
             yield from self._boundary()
-            self._raise_if_over()
-            self._say_wait(began, "its last parts to be merged")
-            if self._link.away_seconds > AWAY_SECONDS:
-                logger.warning(
-                    f"island {self.islands.name} leaves without its last parts: "
-                    f"{self._link.run.location} cannot be reached since {AWAY_SECONDS:g} s"
-                )
+            self._last.raise_if_over(self.islands.name)
+            self._waits.say(self._link, began, "its last parts to be merged")
+            if self._last.away_seconds > AWAY_SECONDS:
+                if self._link is not None:
+                    logger.warning(
+                        f"island {self.islands.name} leaves without its last parts: "
+                        f"{self._link.run.location} cannot be reached since {AWAY_SECONDS:g} s"
+                    )
                 return
 
     def check(self) -> None:
-        self._liveness.check(f"seen after step {self.step}")
-        if self._link is not None:
-            self._link.check()
-        for encoded in [one for one in self._encoded if one.done()]:
-            self._encoded.remove(encoded)
-            encoded.result()
+        where = f"seen after step {self.step}"
+        self._liveness.check(where)
+        with self._naming_lost_ranks():
+            if self._link is not None:
+                self._link.check()
+            if self._followed is not None and self._followed.done():
+                self._followed.result()
+            for encoded in [one for one in self._encoded if one.done()]:
+                self._encoded.remove(encoded)
+                encoded.result()
+
+    @contextmanager
+    def _naming_lost_ranks(self) -> Iterator[None]:
+        """Raise the error of `Liveness` if the body has lost a rank of this island, which knows
+        which one it is."""
+        try:
+            yield
+        except WorkerLostError:
+            self._liveness.lost_ranks()
+            self._liveness.check(f"seen after step {self.step}")
+            raise
 
     def _boundary(
         self, applies: Callable[[rules.Apply], None] | None = None
@@ -320,41 +354,52 @@ class StorePeers(Peers, Witness):
 
         `applies`: called with what is to be applied, instead of yielding it.
         """
-        link = self._link
-        assert link is not None
         while True:
             started = time.perf_counter()
-            due = link.decide()
+            due = self._next_instructions().due
             waited = time.perf_counter() - started
             self.gauges.waited += waited
             self.check()
-            self._may_train = due.is_training and due.waits_until is None
-            if link.machine.decision is not None and link.machine.decision.fragments:
-                self._use(link.machine.settings)
             for apply in due.applies:
                 if applies is not None:
                     applies(apply)
                 else:
                     yield self._apply(apply, waited)
                     waited = 0.0  # counted with that round
-                link.on_applied(apply)
+                self._on_applied(apply)
             self.meter.waited(waited)
             for send in due.sends:
                 yield from self._send(send)
             if not due.applies and not due.sends:
                 return
 
+    def _next_instructions(self) -> Instructions:
+        """Return what all ranks do next, which the first one decides."""
+        with self._naming_lost_ranks():
+            mine = None if self._link is None else self._link.decide()
+            self._last = share(mine, Instructions, self._ranks.decisions)
+        if self._last.settings is not None:
+            self._use(self._last.settings)
+        return self._last
+
+    def _copy_of(self, apply: rules.Apply) -> Tensor:
+        """Return the copy to apply: the P that is there already, or the one that was prepared."""
+        state = self.states[apply.fragment]
+        return state.outer if apply.source is None else state.delta
+
+    def _on_applied(self, apply: rules.Apply) -> None:
+        self._versions[apply.fragment] = apply.version
+        if apply.source is not None:
+            self._copies.on_taken(apply.fragment)
+        if self._link is not None:
+            self._link.on_applied(apply)
+
     def _take(self, apply: rules.Apply) -> None:
         """Take a version while this island joins. The model is written at the end."""
-        assert self._link is not None
-        state = self.states[apply.fragment]
-        copy, _ = self._link.copy_for(apply)
-        state.apply(copy, 0.0)
+        self.states[apply.fragment].apply(self._copy_of(apply), 0.0)
 
     def _apply(self, apply: rules.Apply, waited: float) -> Apply:
         """`waited`: seconds for which training has waited for it."""
-        assert self._link is not None
-        copy, prepared = self._link.copy_for(apply)
         fragment = apply.fragment
         now = time.perf_counter()
         round_ = self._sent.pop(fragment, None) if apply.mode is Mode.MIX else None
@@ -364,16 +409,15 @@ class StorePeers(Peers, Witness):
         round_.outer_round = apply.version
         round_.asked = now - waited
         round_.fetched = now
+        prepared = None if self._link is None else self._link.prepared(apply)
         if prepared is not None:
             round_.ready = max(prepared.at, round_.begun)
             round_.traffic.bytes_received = prepared.size
             self.gauges.received += prepared.size
-        decision = self.machine.decision
-        assert decision is not None
-        round_.participants = len(decision.ready)
+        round_.participants = self._last.participants
         if apply.mode is Mode.RESET:
             round_.flags = round_.flags or OUTLIER
-        return Apply(round_, copy, apply.mode, apply.share)
+        return Apply(round_, self._copy_of(apply), apply.mode, apply.share)
 
     def _send(self, send: rules.Send) -> Iterator[Send]:
         part = send.part
@@ -384,79 +428,36 @@ class StorePeers(Peers, Witness):
         self._sent[part.fragment] = round_
         self._encoded.append(self.background.submit(partial(self._encode, part, round_)))
 
-    def _raise_if_over(self) -> None:
-        """Raise an error if another process has this island's place."""
-        ending = self.machine.ending
-        name = self.islands.name
-        if ending in ENDS:
-            raise IslandFencedError(f"island {name} ends: {ORDERS[ending]}")
-        if ending == REJOIN:
-            raise PeersLostError(f"island {name} has lost its slot, and is to be started again")
-
-    def _raise_if_ended(self) -> None:
-        """Raise an error if there is nothing left to train."""
-        decision = self.machine.decision
-        if decision is not None and decision.ended and self.machine.slot is None:
-            raise UserError(
-                f"run {decision.run} in {self.islands.join} has ended after "
-                f"{decision.fragments[0].clock:,} tokens: join another one, or make this one "
-                f"longer with a larger total_tokens"
-            )
-
-    def _say_wait(self, since: float, what: str) -> None:
-        """Log what training waits for, at growing intervals."""
-        waited = time.monotonic() - since
-        if waited < STILL_SECONDS:
-            self._said_seconds = 0.0
-        elif waited > max(LATE_SECONDS, 2 * self._said_seconds):
-            self._said_seconds = waited
-            assert self._link is not None
-            away = self._link.away_seconds
-            place = self._link.run.location
-            if away > STILL_SECONDS:
-                what = f"the store {place}, which cannot be reached since {away:.0f} s"
-            elif time.monotonic() - self.machine.heard_at > STILL_SECONDS:
-                command = f"{command_line('islands')} sync {place}"
-                what = f"a syncer: start `{command}`, if none is running"
-            logger.warning(f"island {self.islands.name}: waiting since {waited:.0f} s for {what}")
-
     def _use(self, settings: Settings) -> None:
         """Use the settings of the run."""
         if settings == self._used:
             return
         self._used = settings
         self.total_tokens = settings.total_tokens
-        overlap = replace(
-            self.config.overlap,
-            delay=settings.delay,
-            mixing=settings.mixing,
-            mixing_end=settings.mixing_end,
-        )
-        quantization = replace(self.config.quantization, codec=settings.codec)  # type: ignore[arg-type]
-        self.config = replace(
-            self.config,
-            sync_every=settings.sync_every,
-            overlap=overlap,
-            quantization=quantization,
-        )
+        self.config = with_settings(self.config, settings)
         self.schedule = build_schedule(self.config, len(self.fragments))
 
     # --- background thread ------------------------------------------------------------------------
 
     def _encode(self, part: notes.Part, round_: Round) -> None:
-        """Encode the delta of a part, and pass it to the thread that stores it."""
-        assert self._link is not None
+        """Encode the delta of a part on all ranks. The first one passes it to the thread that
+        stores it."""
         round_.begun = time.perf_counter()
         state = self.states[part.fragment]
         payload = None
         with state.background():
             round_.delta_square = state.finish_delta()
-            if math.isfinite(round_.delta_square):
+            square = sum_over_ranks(round_.delta_square, self._ranks.uploads, 0)
+            if math.isfinite(square):
                 block_size = self.config.quantization.block_size
-                payload = encode(state.delta, Header(part.codec, block_size))
+                header = Header(part.codec, block_size, part.ranks)
+                layout = self._layouts[part.fragment]
+                payload = collect_part(state.delta, header, layout, self._ranks)
             else:
                 round_.flags = NOT_FINITE
         round_.traffic.encoded = time.perf_counter()
+        if self._link is None:
+            return
         if payload is not None:
             round_.traffic.bytes_sent = payload.numel()
             self.gauges.sent += payload.numel()
@@ -467,10 +468,9 @@ class StorePeers(Peers, Witness):
     def save(self, facts: OuterFacts, mesh: DeviceMesh | None) -> SavedState:
         """Save the copies P. The work since the last part is not saved. After a restart, its
         samples are read again."""
-        saved = self.machine.save()
-        facts.island = write_saved(saved)
-        versions = [one.applied for one in self.machine.fragments]
-        facts.fragments = [FragmentFacts(outer_steps=max(0, version)) for version in versions]
+        if self._link is not None:
+            facts.island = write_saved(self.machine.save())
+        facts.fragments = [FragmentFacts(outer_steps=version) for version in self._versions]
         state = SavedState(facts, {})
         for one in self.states:
             state.tensors |= saving.named(SHARED, one, one.outer.to("cpu", copy=True), mesh)

@@ -181,7 +181,7 @@ class Island:
 
     def wanted(self) -> list[Object]:
         """Return the objects to download, in this order."""
-        if self.decision is None or not self.decision.is_founded:
+        if self.ending or self.decision is None or not self.decision.is_founded:
             return []
         return [stored for one in self.fragments for stored in one.wanted()]
 
