@@ -4,6 +4,7 @@
 """
 
 import math
+import os
 import secrets
 import statistics
 import time
@@ -20,7 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.settings import check_class
 from torchtitan_diloco.base.tensors import drop_gathered
-from torchtitan_diloco.base.user import PeersLostError, UserError, command_line
+from torchtitan_diloco.base.user import (
+    LOCAL_ISLANDS,
+    PeersLostError,
+    RunOverError,
+    UserError,
+    command_line,
+)
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
@@ -394,13 +401,16 @@ class StorePeers(Peers, Witness):
             raise PeersLostError(f"island {name} has lost its slot, and is to be started again")
 
     def _raise_if_ended(self) -> None:
-        """Raise an error if there is nothing left to train."""
+        """Raise a RunOverError if there is nothing left to train."""
         decision = self.machine.decision
         if decision is not None and decision.ended and self.machine.slot is None:
-            raise UserError(
-                f"run {decision.run} in {self.islands.join} has ended after "
-                f"{decision.fragments[0].clock:,} tokens: join another one, or make this one "
-                f"longer with a larger total_tokens"
+            join = self.islands.join
+            command = f"{command_line('islands')} change total_tokens TOKENS --join {join}"
+            key = "run.folder" if LOCAL_ISLANDS in os.environ else "islands.join"
+            raise RunOverError(
+                f"run {decision.run} in {join} has ended after {decision.fragments[0].clock:,} "
+                f"tokens, so nothing is left to train: `{command}` makes it longer, and another "
+                f"{key} begins a new run"
             )
 
     def _say_wait(self, since: float, what: str) -> None:
