@@ -1,6 +1,7 @@
 """Course of a worker that is an island, given by the tokens of all islands."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torchtitan_diloco.components.run_data import Position
@@ -30,7 +31,7 @@ class IslandCourse:
         tokens = plan.tokens_per_step // config.workers
         kind = StorePeers if is_location(config.islands.join) else IslandPeers
         self._peers: StorePeers | IslandPeers = kind(
-            config.islands,
+            replace(config.islands, sync=False),  # the launcher runs it
             total_tokens=plan.total_steps * plan.tokens_per_step,
             tokens_per_step=tokens,
             samples_per_step=tokens // config.training.sequence_length,

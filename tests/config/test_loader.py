@@ -318,6 +318,12 @@ TOPK = {
         ({"islands.name": "here"}, "islands.name"),
         ({"islands.join": "nats://127.0.0.1:1#run"}, "islands.name"),
         ({"islands.local": "3", "islands.slots": "1"}, "islands.slots"),
+        ({"islands.local": "2", "islands.sync": "true"}, "islands.sync"),
+        ({"islands.sync": "true"}, "islands.sync"),
+        (
+            {"islands.join": "nats://127.0.0.1:1#run", "islands.name": "a", "islands.sync": "true"},
+            "islands.sync",
+        ),
         ({"islands.local": "2", "diloco.method": "none"}, "diloco.method"),
         ({"islands.local": "2", "diloco.link.outer_state": "cpu"}, "diloco.link.outer_state"),
         ({"data.shard_by": "random", "diloco.workers": "1"}, "data.shard_by"),

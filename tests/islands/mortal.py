@@ -13,6 +13,7 @@ import torch
 from tests.islands.trainees import Trainee
 from tests.processes import FORKS
 from torchtitan_diloco.diloco import DiLoCoConfig
+from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.syncing import SyncerProcess
 from torchtitan_diloco.store import Store, open_store
@@ -48,12 +49,11 @@ def kill_at(store: Store, count: int | None, prefix: str = "") -> None:
 
 
 def decide(count: int | None, store: Path, scratch: Path) -> None:
-    """Run a syncer. It knows that the one before is dead."""
+    """Run a syncer. By its scratch folder, it knows that the one before is dead."""
     torch.set_num_threads(1)
     run = Run(open_store(str(store)))
-    newest = run.newest()
     kill_at(run.store, count)
-    SyncerProcess(run, scratch, died=newest.session if newest else "").run()
+    SyncerProcess(run, scratch).run()
     run.close()
 
 
@@ -81,8 +81,8 @@ def train(
         island.model.load_state_dict(state["model"])
     open_link = island.peers._open
 
-    def open_mortal() -> Any:
-        link = open_link()
+    def open_mortal(checksums: Sequence[str]) -> Link:
+        link = open_link(checksums)
         kill_at(link.run.store, count, prefix="part/")
         return link
 

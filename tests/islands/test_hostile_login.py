@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -179,7 +180,7 @@ def test_a_hostile_login_delays_and_ends_nobody(server: Serving) -> None:
     """Two honest islands train to the end, with equal bits."""
     owner = server.join_file("owner")
     chosen, total = config(8, delay=1), 120 * 2 * TOKENS
-    options = {"total_tokens": total, "slots": 3, "step_seconds": 0.1, "grace": 5.0}
+    options: dict[str, Any] = {"total_tokens": total, "slots": 3, "step_seconds": 0.1, "grace": 5.0}
     pair = [Trainee(owner, f"owner.{name}", chosen, **options) for name in "ab"]
     attacker = Attacker(server.join_file(SITE))
     began = threading.Event()

@@ -1,4 +1,4 @@
-"""The trainer on islands: the command that starts a server and islands on one machine."""
+"""The trainer on islands: the command that starts a syncer and islands on one machine."""
 
 import json
 import re
@@ -8,22 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tomli
 from matplotlib.ticker import EngFormatter
 
 from tests.components.test_resume import last
 from tests.conftest import REPOSITORY
-from tests.islands.servers import need_server
+from tests.islands.by_hand import newest
 from tests.metadata_server import GCP, metadata_server
 from torchtitan_diloco.components.checkpoint_folder import read_manifest
 from torchtitan_diloco.components.metrics import baseline_bytes
-from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.launching import launch
+from torchtitan_diloco.islands.founding import read_saved
 from torchtitan_diloco.report.page import describe, facts_table
 from torchtitan_diloco.report.run_records import open_runs
-
-need_server()
 
 SETTINGS: dict[str, Any] = {
     "model.layers": 2,
@@ -38,7 +34,7 @@ SETTINGS: dict[str, Any] = {
     "metrics.tensorboard": "false",
     "checkpoint.every_minutes": 0,
     "islands.local": 2,
-    "islands.grace_seconds": 30,
+    "islands.grace_seconds": 5,
 }
 
 
@@ -51,7 +47,7 @@ def run(folder: Path, **more: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
 
 
-def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
+def test_islands_stop_and_go_on_where_their_store_ends(tmp_path: Path) -> None:
     first = run(tmp_path, training__stop_after=10)
     assert first.returncode == 0, first.stderr
     assert "island island-1 has slot" in first.stdout
@@ -59,18 +55,30 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
     again = run(tmp_path, training__batch_size=1)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resumed from" in again.stdout
-    assert re.search(r"slot \d of 2, takes the newest shared copy, of [1-9]", again.stdout)
+    assert re.search(
+        r"slot \d of 2 in run \S+, takes the newest shared copy, of [1-9]", again.stdout
+    )
     manifests = []
     for name in ("island-1", "island-2"):
         folder = tmp_path / name
-        newest = last(folder)
-        manifests.append(read_manifest(newest))
+        manifests.append(read_manifest(last(folder)))
         saved = tomli.loads((folder / "config.toml").read_text())
-        assert saved["islands"]["join"] == ""  # it contains a password
-    one, other = (
-        State.decode(manifest.outer.island.encode()) for manifest in manifests if manifest.outer
-    )
-    assert one.heads == other.heads
+        assert saved["islands"]["join"] == ""  # it may contain a password
+    one, other = (read_saved(manifest.outer.island) for manifest in manifests if manifest.outer)
+    assert one is not None
+    assert one == other
+    decision = newest(tmp_path / "store")
+    assert decision.ended
+    assert decision.stopped, "the syncer has ended in order"
+    assert not any(ledger.lost for slot in decision.slots for ledger in slot.ledgers)
+    assert [saved.version for saved in one.fragments] == [
+        shared.version for shared in decision.fragments
+    ]
+    over = run(tmp_path, training__batch_size=1)
+    assert over.returncode == 0, over.stderr
+    assert "so nothing is left to train: " in over.stderr
+    assert "error" not in over.stderr
+    assert newest(tmp_path / "store").fragments == decision.fragments
     check_report(tmp_path / "island-1")
     (both,) = open_runs([tmp_path])
     assert describe(both).endswith("; 2 of 2 islands, Streaming DiLoCo")
@@ -123,20 +131,6 @@ def check_report(folder: Path) -> None:
     assert facts["sent by each worker"] == EngFormatter("B", places=1)(sent)
     expected = baseline_bytes(island.workers[0].starts[0].parameters, 2) * island.last_step
     assert island.baseline_bytes(island.totals["worker/steps"]) == expected
-
-
-def test_a_missing_server_is_said_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", "")
-    words = ["--islands.local", "2", "--run.folder", str(tmp_path)]
-    assert launch.main(words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(
-        "error: 1 thing to do before this run can start:\n  install nats-server: "
-    )
-    assert error.count("\n") == 2
 
 
 def test_islands_leave_on_a_notice_and_each_has_a_place_in_the_mirror(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -263,8 +264,10 @@ def test_a_download_is_dropped_if_its_base_was_reset_meanwhile(tmp_path: Path) -
     calls = count(1)
     seen = list[bool]()
 
-    def reset_meanwhile(fragment: int, *arguments: Any) -> str | None:
-        checksum = prepare(fragment, *arguments)
+    def reset_meanwhile(
+        fragment: int, content: bytearray, is_claimed: Callable[[], bool]
+    ) -> str | None:
+        checksum = prepare(fragment, content, is_claimed)
         if next(calls) == 9:
             link = first.peers._link
             assert link is not None

@@ -420,6 +420,10 @@ def test_a_joiner_takes_a_copy_and_the_versions_after_it() -> None:
     for stored in island.wanted():
         island.on_held(stored, 0.0)
     assert decode_note(island.note()).wish == "join"
+    state.number += 1
+    state.ended = True
+    island.on_decision(state, 0.0)
+    assert decode_note(island.note()).wish == "", "nothing is left to train"
 
 
 def test_an_empty_or_another_location_is_an_error_for_people(hand: Hand) -> None:

@@ -21,6 +21,7 @@ from torchtitan_diloco.planner.plan import (
     parse_bandwidth,
     parse_duration,
     quantity,
+    store_text,
     variant_text,
 )
 from torchtitan_diloco.planner.prediction import Workload
@@ -62,6 +63,15 @@ def test_streams_and_buffers_for_a_long_link(
     link = ["--bandwidth", "500Mbit", "--latency", latency, "--step-time", "0.3s"]
     text = output(capsys, "--config", "35m", *link, *words)
     assert re.search(expected, text) if expected else "streams" not in text
+
+
+def test_the_traffic_of_a_store() -> None:
+    """The syncer reads the parts of all islands, and writes a version, which all read."""
+    diloco = replace(load_config("35m", {}).diloco, workers=3, sync_every=50)
+    diloco = replace(diloco, quantization=replace(diloco.quantization, codec="fp32"))
+    rates = "receives 16 MB (25.6 Mbit/s) and sends 24 MB (38.4 Mbit/s)"
+    text = f"with 3 islands, their store {rates} every 50 steps"
+    assert store_text(10**6, diloco, step_seconds=0.1) == text
 
 
 def test_the_papers_table(capsys: pytest.CaptureFixture[str]) -> None:

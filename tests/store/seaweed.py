@@ -43,7 +43,8 @@ IDENTITIES = {
         },
     ]
 }
-PORTS = ("master.port", "volume.port", "filer.port", "s3.port")
+ROLES = "master", "volume", "filer", "s3"
+PORTS = tuple(f"{role}.port" for role in ROLES)
 
 
 class SeaweedServer:
@@ -81,18 +82,25 @@ class SeaweedServer:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+        for path in self._sockets:
+            path.unlink(missing_ok=True)
 
     def _start(self) -> None:
         numbers = _free_ports(2 * len(PORTS))
         ports = dict(zip(PORTS, numbers, strict=False))
         ports |= {f"{name}.grpc": port for name, port in zip(PORTS, numbers[4:], strict=True)}
         self.port = ports["s3.port"]
+        self._sockets = [
+            Path(f"/tmp/seaweedfs-{role}-grpc-{ports[f'{role}.port.grpc']}.sock") for role in ROLES
+        ]
         options = {
             "dir": "data",
             "ip": HOST,
             "ip.bind": HOST,
             "filer": "true",
+            "filer.localSocket": "filer.sock",
             "s3": "true",
+            "s3.localSocket": "s3.sock",
             "s3.config": "s3.json",
             "s3.cert.file": str(self.certificate),
             "s3.key.file": str(self._key),

@@ -1,14 +1,20 @@
 """Decode what other processes have written, and may have written wrongly."""
 
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 import msgspec
 
 T = TypeVar("T")
 
 
-def decode_json(raw: bytes | memoryview | msgspec.Raw, kind: type[T]) -> T:
-    """Return a value of this type. Raise a ValueError for anything else.
+@overload
+def decode_json(raw: bytes | msgspec.Raw, kind: type[T]) -> T: ...
+@overload
+def decode_json(raw: bytes | msgspec.Raw, kind: Any) -> Any: ...
+
+
+def decode_json(raw: bytes | msgspec.Raw, kind: Any) -> Any:
+    """Return a value of this type, or union of types. Raise a ValueError for anything else.
 
     A value that is nested too deeply is a RecursionError of msgspec, which nobody expects.
     """

@@ -32,6 +32,12 @@ class UserError(ValueError):
     exit_code = USER_ERROR
 
 
+class RunOverError(UserError):
+    """There is nothing left to do, which is a success. The message says what can be done next."""
+
+    exit_code = 0
+
+
 class PeersLostError(RuntimeError):
     """Others that this process needs are lost. The message names them, and needs no traceback."""
 

@@ -34,6 +34,7 @@ from torchtitan_diloco.base.user import (
 )
 from torchtitan_diloco.islands.bucket_folder import BucketFolder, Change
 from torchtitan_diloco.islands.changes import CHANGEABLE, parse_change, parse_value, settings_of
+from torchtitan_diloco.islands.children import SCRATCH
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.ledger import Outcome
@@ -83,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     sync.add_argument("--stay", action="store_true", help="go on after the end of the run")
     cores = "cores that average and encode fragments (default: 1)"
     sync.add_argument("--threads", type=int, default=1, help=cores)
-    folder = "folder for the newest versions in fp32 (default: .cache/syncer)"
-    sync.add_argument("--scratch", type=Path, default=Path(".cache/syncer"), help=folder)
+    folder = f"folder for the newest versions in fp32 (default: {SCRATCH})"
+    sync.add_argument("--scratch", type=Path, default=SCRATCH, help=folder)
     site = add("site", _change_site, "give a site its own login, or remove it")
     site.add_argument(
         "words", nargs="+", metavar="[FOLDER] NAME", help="folder of a bucket, and name of the site"

@@ -3,17 +3,13 @@
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from torchtitan_diloco.base.hardware import end_with_parent
 from torchtitan_diloco.base.process import STOP_SIGNALS
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands.bucket_folder import (
@@ -25,6 +21,7 @@ from torchtitan_diloco.islands.bucket_folder import (
     files_of,
     open_folder,
 )
+from torchtitan_diloco.islands.children import SYNCER_SECONDS, Child, Say, syncer_of
 from torchtitan_diloco.islands.seaweed import (
     FREE_PERCENT,
     VOLUME_MB,
@@ -39,80 +36,13 @@ from torchtitan_diloco.store.join_file import read_join_file
 
 LOOK_SECONDS, WAITING_SECONDS = 0.5, 5.0
 """Seconds between looks at processes and logins, and between lines while a start is awaited."""
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Pause before a process that has ended is started again, which doubles each time."""
 STOP_SECONDS = 3.0
 """SeaweedFS does not end on SIGTERM while it has connections."""
-SYNCER_SECONDS = 20.0
-"""Time for the syncer to publish what it merges when it is stopped."""
 STARTS = 3
 """Attempts to start SeaweedFS on ports that were free a moment before."""
 FIRST = "test-first"
 """Name of the object that is stored to see whether SeaweedFS is ready."""
 TEST_SECONDS = 60.0
-Say = Callable[[str], object]
-
-
-class Child:
-    """A process that is started again whenever it ends."""
-
-    def __init__(
-        self,
-        name: str,
-        start: Callable[[], subprocess.Popen[bytes]],
-        say: Say,
-        why: Callable[[], str] = str,
-    ) -> None:
-        """`why`: returns the reason of its end, or an empty string."""
-        self.name = name
-        self.process: subprocess.Popen[bytes] | None = None
-        self._start = start
-        self._say = say
-        self._why = why
-        self._pause = FIRST_PAUSE
-        self._due = 0.0
-        self._began = 0.0
-
-    def start(self) -> None:
-        self.process = self._start()
-        self._began = time.monotonic()
-
-    def runs(self) -> bool:
-        """Return whether the process runs. Start it again if its pause is over."""
-        now = time.monotonic()
-        if self.process is not None:
-            code = self.process.poll()
-            if code is None:
-                return True
-            self.process = None
-            if now - self._began > LONGEST_PAUSE:
-                self._pause = FIRST_PAUSE
-            why = self._why()
-            self._again(now, f"{self.name} ended with code {code}{f' ({why})' if why else ''}")
-        if now < self._due:
-            return False
-        try:
-            self.start()
-        except (UserError, OSError) as error:
-            self._again(now, f"{self.name} did not start ({error})")
-        return self.process is not None
-
-    def stop(self, seconds: float) -> None:
-        """End the process with SIGTERM, and with SIGKILL if it still runs after so many seconds."""
-        if self.process is None:
-            return
-        self.process.terminate()
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process = None
-
-    def _again(self, now: float, what: str) -> None:
-        self._say(f"{what}; starting it again in {self._pause:g} s")
-        self._due = now + self._pause
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
 
 class BucketServer:
@@ -121,10 +51,10 @@ class BucketServer:
     def __init__(self, folder: BucketFolder, weed: Seaweed, *, with_syncer: bool, say: Say) -> None:
         """`say`: receives a line about what happens."""
         self.folder = folder
-        self.syncer = Child("the syncer", self._launch_syncer, say) if with_syncer else None
-        self.seaweed = Child("SeaweedFS", self._launch, say, weed.why)
         self._weed = weed
         self._say = say
+        self.syncer = self._build_syncer() if with_syncer else None
+        self.seaweed = Child("SeaweedFS", self._launch, say, weed.why)
         self._logins = folder.identities.stat()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="serve")
         self._is_full = False
@@ -181,15 +111,13 @@ class BucketServer:
         self._logins = self.folder.identities.stat()  # a later change is another one
         return self._weed.launch()
 
-    def _launch_syncer(self) -> subprocess.Popen[bytes]:
-        location = self.folder.join_file(SYNCER)
-        scratch = self.folder.path / "syncer"
-        words = ["sync", str(location), "--stay", "--scratch", str(scratch)]
-        return subprocess.Popen(
-            [sys.executable, "-m", "torchtitan_diloco.islands", *words],
-            stdin=subprocess.DEVNULL,
-            process_group=0,
-            preexec_fn=partial(end_with_parent, signal.SIGTERM),
+    def _build_syncer(self) -> Child:
+        return syncer_of(
+            self.folder.join_file(SYNCER),
+            self.folder.path / "syncer",
+            self._say,
+            options=["--stay"],
+            may_end=False,
         )
 
     def _becomes_ready(self) -> bool:

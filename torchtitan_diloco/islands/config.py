@@ -59,8 +59,12 @@ class Islands(Section):
     found: bool = False
     """Continue the run of the checkpoint in an empty folder or bucket, because its own is lost.
     Otherwise, that is an error, as the location may only be wrong."""
+    sync: bool = False
+    """Run the syncer of the run, too, beside this island. It goes on if the island ends before the
+    run. `islands serve` and `islands.local` run one, and `islands sync` runs one alone."""
     local: NotNegative = 0
-    """Start a server and this number of islands on this machine, to try islands. 0: none."""
+    """Start this number of islands on this machine, to try islands. They share the folder `store`
+    in `run.folder`, and a syncer runs beside them. 0: none."""
 
 
 NAME = r"[A-Za-z0-9_.-]{1,60}"
@@ -96,7 +100,14 @@ def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
             (f"must be at most {slots}, the number of islands that can train at the same time"),
         )
     if islands.join and islands.local:
-        yield "islands.local", "starts its own server: remove this setting or islands.join"
+        yield "islands.local", "has a store of its own: remove this setting or islands.join"
+    if islands.sync and islands.local:
+        yield "islands.sync", "islands.local runs the syncer: remove this setting"
+    elif islands.sync and not is_location(islands.join):
+        yield (
+            "islands.sync",
+            "is only for islands in a store, such as a folder or a bucket: remove this setting",
+        )
     if islands.join and not islands.name:
         yield (
             "islands.name",
@@ -117,6 +128,20 @@ def is_location(join: str) -> bool:
     with suppress(OSError, ValueError):
         return not _JOIN.fullmatch(Path(join).read_text().strip())
     return True
+
+
+def check_may_decide(location: str) -> None:
+    """Raise a UserError if a join file is that of a site, whose login may not write decisions."""
+    path = Path(location).expanduser()
+    if not path.is_file():
+        return
+    join = read_join_file(path)
+    if join.prefix:
+        raise UserError(
+            f"{location}: the login of {join.name or 'this site'} may not decide for a run: "
+            f"`{command_line('islands')} serve` runs the syncer beside its bucket; to run one "
+            "elsewhere, give the join file of the owner"
+        )
 
 
 def run_of(join: str) -> str:
@@ -141,8 +166,11 @@ def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, 
         )
         mistakes.append(("islands.join", text))
     if islands.local:
-        text = "starts no server in your own loop: run `serve`, and remove this setting"
+        text = "starts nothing in your own loop: remove this setting, and start each island"
         mistakes.append(("islands.local", text))
+    if islands.sync:
+        text = "starts nothing in your own loop: run `islands sync`, and remove this setting"
+        mistakes.append(("islands.sync", text))
     mistakes += [
         *islands_mistakes(islands, begin),
         *diloco_mistakes(config, islands=True, has_log=has_log),

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchtitan_diloco.base.hardware import write_whole
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands.layout import Layout, hexadecimal
 from torchtitan_diloco.islands.payload import (
@@ -31,6 +32,7 @@ from torchtitan_diloco.islands_store.fields import MalformedError
 
 ALIGNMENT = 64
 SPARE = "spare"
+SESSION = "session"
 ZEROS = bytes(2**20)
 
 
@@ -178,8 +180,11 @@ class Scratch:
 def lock_folder(folder: Path) -> int:
     """Lock a folder for this process, and return the open file. Raise a UserError if another
     syncer on this machine uses it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise UserError(_unusable(folder, error)) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -189,3 +194,31 @@ def lock_folder(folder: Path) -> int:
             "--scratch"
         ) from None
     return file
+
+
+def write_session(folder: Path, session: str) -> None:
+    """Remember the session in which this process leads, before its first decision."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / SESSION, session.encode())
+    except OSError as error:
+        raise UserError(_unusable(folder, error)) from error
+
+
+def read_session(folder: Path) -> str:
+    """Return the session in which a syncer led with this folder, or an empty string.
+
+    It has ended if this process has locked the folder, even if it was killed: nobody has to wait
+    until its decisions stand still.
+    """
+    try:
+        return (folder / SESSION).read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""
+
+
+def _unusable(folder: Path, error: OSError) -> str:
+    return (
+        f"{folder}: {error.strerror}: make it writable, free some space, or give another folder "
+        "with --scratch"
+    )

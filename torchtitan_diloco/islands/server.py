@@ -2,7 +2,6 @@
 islands on this machine to try it."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -10,8 +9,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -20,9 +19,8 @@ import msgspec
 
 from torchtitan_diloco.base.hardware import end_with_parent
 from torchtitan_diloco.base.log import logger
-from torchtitan_diloco.base.process import STACKS_SIGNAL, STOP_SIGNALS
-from torchtitan_diloco.base.user import LOCAL_ISLANDS, UserError, command_line
-from torchtitan_diloco.islands.config import Join, local_names
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server_folder import (
     ADMIN,
     ISLAND,
@@ -302,47 +300,3 @@ def local_server(
         yield server
     finally:
         server.stop()
-
-
-def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
-    """Run a training command as several islands, each in its own folder, until all have ended.
-
-    The first island writes to the output of this process, the others to `output.txt` in their
-    folders. All receive the signals of this process. Return the first exit code that is not 0.
-    """
-    with ExitStack() as stack:
-        server = stack.enter_context(local_server(folder / "server"))
-        join_file = str(server.join_file())
-        print(f"all islands: {command_line('islands')} watch --join {join_file}", flush=True)
-        islands = list[subprocess.Popen[bytes]]()
-        for own in [folder / name for name in local_names(count)]:
-            own.mkdir(parents=True, exist_ok=True)
-            output = stack.enter_context((own / "output.txt").open("ab")) if islands else None
-            flags = ["--islands.join", join_file, "--islands.name", own.name]
-            islands.append(
-                subprocess.Popen(
-                    [*command, *flags, "--run.folder", str(own)],
-                    stdout=output,
-                    stderr=output and subprocess.STDOUT,
-                    env=os.environ | {LOCAL_ISLANDS: str(folder)},
-                    preexec_fn=end_with_parent,
-                    process_group=0,  # they receive signals of the terminal only from here
-                )
-            )
-
-        def pass_on(number: int, _frame: object) -> None:
-            for island in islands:
-                island.send_signal(number)  # does nothing if it has ended
-
-        for number in (*STOP_SIGNALS, STACKS_SIGNAL):
-            before = signal.getsignal(number)
-            if before is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, pass_on)
-                stack.callback(signal.signal, number, before)
-        codes = [island.wait() for island in islands]
-        print(
-            f"islands and server are in {folder}; to continue a run that was "
-            f"stopped, run the same command with --run.folder {folder}",
-            flush=True,
-        )
-        return next((128 - code if code < 0 else code for code in codes if code), 0)

@@ -3,11 +3,12 @@
 (The name of this file is temporary: it becomes `joining.py` when the islands with a log go.)
 """
 
+import os
 import time
 from dataclasses import dataclass
 
 from torchtitan_diloco.base.log import logger
-from torchtitan_diloco.base.user import UserError, command_line
+from torchtitan_diloco.base.user import LOCAL_ISLANDS, RunOverError, command_line
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS
 from torchtitan_diloco.diloco.witness import STILL_SECONDS
 from torchtitan_diloco.islands.link import Link
@@ -43,12 +44,16 @@ def take_seat(name: str, machine: Island, clock: int) -> Seat:
 
 
 def raise_if_ended(join: str, machine: Island) -> None:
-    """Raise an error if a run has ended before this island has joined. `join`: its location."""
+    """Raise a RunOverError if a run has ended before this island has joined. `join`: its
+    location."""
     decision = machine.decision
     if decision is not None and decision.ended and machine.slot is None:
-        raise UserError(
+        command = f"{command_line('islands')} change total_tokens TOKENS --join {join}"
+        key = "run.folder" if LOCAL_ISLANDS in os.environ else "islands.join"
+        raise RunOverError(
             f"run {decision.run} in {join} has ended after {decision.fragments[0].clock:,} "
-            "tokens: join another one, or make this one longer with a larger total_tokens"
+            f"tokens, so nothing is left to train: `{command}` makes it longer, and another "
+            f"{key} begins a new run"
         )
 
 

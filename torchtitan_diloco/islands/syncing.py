@@ -26,9 +26,10 @@ from queue import SimpleQueue
 
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.process import STOP_SIGNALS
+from torchtitan_diloco.islands.config import check_may_decide
 from torchtitan_diloco.islands.lanes import Lanes
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.islands.scratch import lock_folder
+from torchtitan_diloco.islands.scratch import lock_folder, read_session, write_session
 from torchtitan_diloco.islands.tasks import FragmentTasks, OverError, Result, TransferTasks
 from torchtitan_diloco.islands_store.commit import CallFailedError, Outcome, StandBy, commit
 from torchtitan_diloco.islands_store.decision import Decision
@@ -88,17 +89,15 @@ class SyncerProcess:
         *,
         threads: int = 1,
         stays: bool = False,
-        died: str = "",
         say: Callable[[str], None] = logger.info,
     ) -> None:
-        """`scratch`: folder for this process alone. `threads`: cores for arithmetic. `stays`:
-        whether to go on after the end of the run, which a change of its length undoes. `died`:
-        session of a syncer that is known to have died."""
+        """`scratch`: folder for this process alone, so a syncer that led with it has ended.
+        `threads`: cores for arithmetic. `stays`: whether to go on after the end of the run, which
+        a change of its length undoes."""
         self._run = run
         self._scratch = scratch
         self._threads = threads
         self._stays = stays
-        self._died = died
         self._say = say
         self._stopping = threading.Event()
         self._poll_seconds = RATES[run.store.kind].poll_seconds
@@ -113,10 +112,13 @@ class SyncerProcess:
             decision = self._stand_by()
             if self._stopping.is_set():
                 return
+            session = secrets.token_hex(8)
+            write_session(self._scratch, session)
             term = Term(
                 self._run,
                 self._scratch,
                 decision,
+                session,
                 threads=self._threads,
                 stays=self._stays,
                 stopping=self._stopping,
@@ -124,12 +126,11 @@ class SyncerProcess:
             )
             if term.lead():
                 return
-            self._died = ""
             self._say("another syncer decides: standing by")
 
     def _stand_by(self) -> Decision | None:
         """Wait until no other syncer leads, and return the newest decision."""
-        watch = StandBy(self._died)
+        watch = StandBy(died=read_session(self._scratch))
         is_said = False
         while not self._stopping.is_set():
             try:
@@ -154,6 +155,7 @@ class Term:
         run: Run,
         scratch: Path,
         decision: Decision | None,
+        session: str,
         *,
         threads: int,
         stays: bool,
@@ -164,7 +166,7 @@ class Term:
         self._stays = stays
         self._stopping = stopping
         self._say = say
-        self._session = secrets.token_hex(8)
+        self._session = session
         self.machine = Syncer(decision, self._session, time.monotonic(), time.time())
         self._lock = threading.Lock()
         self._happened = threading.Event()
@@ -409,6 +411,7 @@ def sync(
     location: str, scratch: Path, *, threads: int, stays: bool, say: Callable[[str], None]
 ) -> None:
     """Run a syncer in this process, until a signal or the end of the run."""
+    check_may_decide(location)
     folder = scratch / hashlib.sha256(location.encode()).hexdigest()[:16]
     lock_folder(folder)  # until the process ends
     run = Run(open_store(location))

@@ -75,9 +75,10 @@ def decode_change(raw: bytes) -> Change:
     if len(raw) > MOST_CHANGE:
         raise MalformedError(f"a change has {len(raw)} bytes, which is more than {MOST_CHANGE}")
     try:
-        return decode_json(raw, Set | Leave | Evict | Admit)
+        change: Change = decode_json(raw, Change)
     except ValueError as error:
         raise MalformedError(f"a change is malformed: {error}") from error
+    return change
 
 
 def changed(settings: Settings, change: Set) -> Settings:

@@ -337,7 +337,8 @@ class Island:
 
     def _wish(self) -> str:
         if self.slot is None:
-            return JOIN if self._is_near() and not self.is_leaving else ""
+            is_over = self.is_leaving or (self.decision is not None and self.decision.ended)
+            return JOIN if self._is_near() and not is_over else ""
         if not self.is_leaving:
             return ""
         is_busy = self.is_training and any(

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ from torchtitan_diloco.launching.nodes import (
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
+
+    from torchtitan_diloco.islands.beside import SyncerBeside
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 SHUTDOWN_SECONDS = 120
@@ -85,17 +87,32 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
 
     patience = config.distributed.init_timeout_seconds
     try:
-        with tempfile.TemporaryDirectory(prefix="torchtitan-diloco-") as messages:
+        with (
+            tempfile.TemporaryDirectory(prefix="torchtitan-diloco-") as messages,
+            _syncer_beside(config, nodes) as syncer,
+        ):
             os.environ[MESSAGES] = messages
             if nodes.total > 1:
                 wait_for_first_node(nodes, patience, say)
-            return _run_ranks(launch, ["-u", "-m", module, *arguments], Path(messages))
+            code = _run_ranks(launch, ["-u", "-m", module, *arguments], Path(messages))
+            if syncer is not None:
+                syncer.outlast(code)
+            return code
     except UserError as error:
         return _fail(str(error), USER_ERROR)
     except (RuntimeError, OSError) as error:
         if nodes.total == 1:
             return _fail(f"the processes could not be started: {cause_of(error)}", code=1)
         return _fail(why_not_met(nodes, patience, error), code=1)
+
+
+def _syncer_beside(config: Config, nodes: Nodes) -> AbstractContextManager["SyncerBeside | None"]:
+    """Return the syncer of `islands.sync`, which the first node of a job runs."""
+    if not config.islands.sync or nodes.rank:
+        return nullcontext()
+    from torchtitan_diloco.islands.beside import SyncerBeside
+
+    return SyncerBeside(config.islands.join, say)
 
 
 def _run_ranks(launch: "LaunchConfig", command: list[str], messages: Path) -> int:
@@ -133,8 +150,8 @@ def print_config(config: Config) -> None:
 
 
 def run_local_islands(config: Config, arguments: list[str]) -> int:
-    """Start a server and islands on this machine, each as if by hand."""
-    from torchtitan_diloco.islands.server import run_islands
+    """Start a syncer and islands on this machine, each as if by hand."""
+    from torchtitan_diloco.islands.local import run_islands
 
     count = config.islands.local
     _share_cores(count)

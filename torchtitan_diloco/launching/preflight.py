@@ -14,7 +14,7 @@ from torchtitan_diloco.config.schema import WORKER_FIELD
 from torchtitan_diloco.data.corpus import find_corpus, own_name
 from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
-from torchtitan_diloco.islands.config import local_names, run_of
+from torchtitan_diloco.islands.config import check_may_decide, local_names, run_of
 from torchtitan_diloco.store.location import check_location, is_bucket
 
 MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
@@ -64,12 +64,10 @@ def missing(config: Config) -> Iterator[str]:
         given = f'metrics.mlflow = "{config.metrics.mlflow}"'
         yield f"{given}: set {MLFLOW_SERVER} to the address of the tracking server"
     yield from _tried(check_device, config.run.device)
-    if config.islands.local:
-        from torchtitan_diloco.islands.server_folder import find_server
-
-        yield from _tried(find_server)
     if config.islands.join:
         yield from _tried(run_of, config.islands.join)
+    if config.islands.sync:
+        yield from _tried(check_may_decide, config.islands.join)
     yield from _missing_interfaces(config)
     yield from _tried(_check_folder, config)
     yield from files

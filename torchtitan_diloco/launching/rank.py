@@ -13,13 +13,20 @@ import torch
 from torchtitan_diloco.base.hardware import GLOO_INTERFACE, raise_open_files_limit
 from torchtitan_diloco.base.log import logger, start_logging
 from torchtitan_diloco.base.process import say
-from torchtitan_diloco.base.user import WORKER_LOST, PeersLostError, UserError, cause_of
+from torchtitan_diloco.base.user import (
+    WORKER_LOST,
+    PeersLostError,
+    RunOverError,
+    UserError,
+    cause_of,
+    command_line,
+)
 from torchtitan_diloco.config import Config, ConfigError, from_command_line
 from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.job import Job
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
-from torchtitan_diloco.launching.launch import end_run, folder_of_run
+from torchtitan_diloco.launching.launch import LAUNCHER, end_run, folder_of_run
 from torchtitan_diloco.launching.preflight import check_inputs
 from torchtitan_diloco.trainer import Trainer
 
@@ -61,6 +68,11 @@ def _train(config: Config, job: Job) -> int:
     """Train with these settings, and return the exit code."""
     _log_restart(config, job)
     check_inputs(config)  # the launcher has done so, but not torchrun
+    if config.islands.sync and LAUNCHER not in os.environ:
+        raise UserError(
+            "islands.sync = true: torchrun starts no syncer: remove this setting, and run "
+            f"`{command_line('islands')} sync {config.islands.join}`"
+        )
     config = replace(config, run=replace(config.run, folder=folder_of_run(config)))
     world = join(config)
     job.begin()
@@ -163,4 +175,5 @@ def is_out_of_memory(error: Exception) -> bool:
 def _print_error(error: Exception, cause: str = "") -> None:
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
     text = "; ".join([str(error), *getattr(error, "__notes__", [])])
-    say(f"{rank}error: {cause}{text}")
+    kind = "" if isinstance(error, RunOverError) else "error: "
+    say(f"{rank}{kind}{cause}{text}")

@@ -2,7 +2,7 @@
 
 .venv/bin/torchtitan-diloco doctor
 .venv/bin/torchtitan-diloco doctor --corpus data/c4-32k
-.venv/bin/torchtitan-diloco doctor --join join.txt
+.venv/bin/torchtitan-diloco doctor --join LOCATION
 .venv/bin/torchtitan-diloco doctor --endpoint :29500 --listen
 .venv/bin/torchtitan-diloco doctor --endpoint node0:29500
 """
@@ -46,12 +46,13 @@ from torchtitan_diloco.data.shards import find_damage
 from torchtitan_diloco.diloco import arithmetic
 from torchtitan_diloco.diloco.agreement import find_differences
 from torchtitan_diloco.diloco.config import MOST_STREAMS, Link
-from torchtitan_diloco.islands.config import Join, explain
+from torchtitan_diloco.islands.config import Join, explain, is_location
 from torchtitan_diloco.islands.copies import ARITHMETIC, named
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.session import open_session, stream_of, subject_of
 from torchtitan_diloco.islands.wire import Wire
 from torchtitan_diloco.machines.link import BLOCK, PINGS, Sender, Stream, ask, listen, measure, ping
+from torchtitan_diloco.machines.location import Location
 
 PACKET = 2**16
 MOST_APART = 60.0  # seconds between two clocks, which put the records of a run in one order
@@ -70,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     corpus_help = "folder of token shards; all are read and compared with their checksums"
     parser.add_argument("--corpus", type=Path, metavar="FOLDER", help=corpus_help)
     target = parser.add_mutually_exclusive_group()
-    target.add_argument("--join", help="join string of a run of islands, or the file join.txt")
+    target.add_argument(
+        "--join", metavar="LOCATION", help="folder, join file or bucket of a run of islands"
+    )
     target.add_argument(
         "--endpoint", metavar="HOST:PORT", help="address of the first node of a run (RDZV_ENDPOINT)"
     )
@@ -90,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         good = run_each(machine_hops())
         if options.corpus:
             good &= run_hops([(f"corpus {options.corpus}", lambda: _corpus(options.corpus))])
-        if options.join:
+        if options.join and is_location(options.join):
+            good &= examine_location(options.join, streams)
+        elif options.join:
             join = Join.parse(options.join)
             for address in join.addresses:
                 good &= examine_server(replace(join, addresses=(address,)), streams)
@@ -316,6 +321,20 @@ def _listen(endpoint: tuple[str, int] | None) -> int:
     with server, suppress(KeyboardInterrupt):
         threading.Event().wait()
     return 0
+
+
+# --- the location of a run of islands -------------------------------------------------------------
+
+
+def examine_location(text: str, streams: int) -> bool:
+    """Check the way to a folder or a bucket, what may be done there, and the run in it."""
+    location = Location(text, streams)
+    try:
+        server = location.server()
+        way = address_hops(*server) if server else []
+        return run_hops(chain(way, location.checks()))
+    finally:
+        location.close()
 
 
 # --- a server of islands --------------------------------------------------------------------------

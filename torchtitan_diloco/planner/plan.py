@@ -237,7 +237,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     print(ladder_text(load, conditions, tried=tried, best=best, wanted=options.utilization))
     if conditions.bytes_in_flight > STREAM_BYTES:
         print(f"\n{streams_text(conditions, best.link, load.ranks)}")
-    print(f"\n{server_text(load.plan.parameters, best, max(conditions.step_seconds))}")
+    print(f"\n{store_text(load.plan.parameters, best, max(conditions.step_seconds))}")
     if options.write is not None:
         comment = f"Utilization of {tried[best].utilization:.1%} predicted for {link}"
         text = variant_text(
@@ -275,21 +275,21 @@ def streams_text(conditions: "Conditions", link: "Link", ranks: int) -> str:
     )
 
 
-def server_text(parameters: int, diloco: "DiLoCoConfig", step_seconds: float) -> str:
-    """Describe the traffic of a server if the workers are islands, each of which reads all
-    parts."""
+def store_text(parameters: int, diloco: "DiLoCoConfig", step_seconds: float) -> str:
+    """Describe the traffic of a store if the workers are islands: the syncer reads the parts of
+    all, and writes a version, which all read."""
     from torchtitan_diloco.diloco.codecs import build_codec
 
     part = build_codec(diloco.quantization).wire_bytes(parameters)
     workers = diloco.workers
     seconds = diloco.sync_every * step_seconds
-    sizes = {"receives": workers * part, "sends": workers * (workers - 1) * part}
+    sizes = {"receives": (workers + 1) * part, "sends": 2 * workers * part}
     rates = (
         f"{verb} {quantity(size, 'B')} ({quantity(8 * size / seconds, 'bit/s')})"
         for verb, size in sizes.items()
     )
     return (
-        f"with {workers} islands, the server {' and '.join(rates)} every {diloco.sync_every} steps"
+        f"with {workers} islands, their store {' and '.join(rates)} every {diloco.sync_every} steps"
     )
 
 

@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import StrEnum
@@ -26,9 +27,9 @@ MOST_RAW_BYTES = MOST_BYTES + SEAL_BYTES
 SMALL_BYTES = 2**17
 """Largest content that is written within seconds over any link that a run can use."""
 PATIENCE_SECONDS = 60.0
-WRITERS = 8
-"""Writers of one name at once in the test of a store."""
-ROUNDS = 3
+RACES = 12
+"""Races at once in the test of a store, each of two writers of a name. With more writers, SeaweedFS
+lets some of them wait for a lock for seconds, as it looks again after 1, 1.5, 2.25, ... seconds."""
 
 
 class Kind(StrEnum):
@@ -125,7 +126,8 @@ class Store:
         self.location = backend.location
         self.kind = backend.kind
         self._attempts = Attempts(backend.location, patience, quiet=quiet)
-        self._ahead = 0.0  # seconds by which the store's clock is ahead of this machine's
+        self.ahead = 0.0
+        """Seconds by which the store's clock is ahead of this machine's, as last tested."""
 
     def with_patience(self, seconds: float) -> "Store":
         """Return this store with another patience, for a thread that must not wait as long.
@@ -204,13 +206,27 @@ class Store:
         self.backend.tidy(self._now())
 
     def self_test(self, prefix: str) -> None:
-        """Check that of several writers at once one creates an object, and read the store's clock.
+        """Check that of two writers at once one creates an object, and read the store's clock.
+
+        A store may refuse a second `create` and still accept two at the same time.
 
         `prefix`: where this login may write.
         """
-        for _ in range(ROUNDS):
-            written = self._race(f"{prefix}test-{secrets.token_hex(8)}")
-        self._ahead = written - time.time()
+        races = [_Race(f"{prefix}test-{secrets.token_hex(8)}") for _ in range(RACES)]
+        with ThreadPoolExecutor(2 * RACES, thread_name_prefix="store-test") as pool:
+            try:
+                created = [
+                    [pool.submit(race.write, self, content) for content in race.contents]
+                    for race in races
+                ]
+                winners = [[one.result() for one in pair] for pair in created]
+                self.ahead = max(pool.map(self._judge, races, winners))
+            except StoreError:
+                one_by_one = self.with_patience(0.0)
+                with suppress(StoreError):  # the first error is the one to read
+                    for race in races:
+                        one_by_one.delete(race.name)
+                raise
         self.tidy()
 
     def close(self) -> None:
@@ -218,35 +234,21 @@ class Store:
         self._attempts.close()
         self.backend.close()
 
-    def _race(self, name: str) -> float:
-        """Create an object by several writers at once, and delete it. Return when it was written.
-
-        A store may refuse a second `create` and still accept two at the same time.
-        """
-        contents = [secrets.token_bytes(8) for _ in range(WRITERS)]
-        start = threading.Barrier(WRITERS)
-
-        def create(content: bytes) -> bool:
-            start.wait()
-            return self.create(name, content)
-
-        try:
-            with ThreadPoolExecutor(WRITERS, thread_name_prefix="store-test") as pool:
-                created = list(pool.map(create, contents))
-            raw = self._attempts.run("get", name, lambda: self.backend.get(name, large=False))
-            self.delete(name)
-        except StoreError:
-            with suppress(StoreError):  # the first error is the one to read
-                self.with_patience(0.0).delete(name)
-            raise
+    def _judge(self, race: "_Race", created: Sequence[bool]) -> float:
+        """Delete the object of a race. Return the seconds by which the store's clock is ahead of
+        this machine's, or less if the race has taken long."""
+        name = race.name
+        raw = self._attempts.run("get", name, lambda: self.backend.get(name, large=False))
+        now = time.time()
+        self.delete(name)
         stored = unseal(f"{self.location}: {name}", raw.content)[0] if raw else b""
-        if raw is None or sum(created) != 1 or stored != contents[created.index(True)]:
+        if raw is None or sum(created) != 1 or stored != race.contents[created.index(True)]:
             raise RefusedError(
                 f"{self.location}: a second writer could create an object that "
                 "already exists, so two syncers could decide at the same time; use a "
                 "store with conditional writes (If-None-Match)"
             )
-        return raw.modified
+        return raw.modified - now
 
     def _sealed(self, name: str, content: bytes | memoryview, known: bytes = b"") -> bytes:
         check_name(name)
@@ -261,7 +263,20 @@ class Store:
 
     def _now(self) -> float:
         """Return the time on the store's clock."""
-        return time.time() + self._ahead
+        return time.time() + self.ahead
+
+
+class _Race:
+    """An object that two writers create at once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.contents = [secrets.token_bytes(8) for _ in range(2)]
+        self._start = threading.Barrier(2)
+
+    def write(self, store: Store, content: bytes) -> bool:
+        self._start.wait()
+        return store.create(self.name, content)
 
 
 # --- the seal: checksum and mark at the end of a stored content -----------------------------------

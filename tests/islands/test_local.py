@@ -1,0 +1,165 @@
+"""Islands on this machine, with a stand-in for training, and the syncer beside them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.islands.by_hand import newest
+from torchtitan_diloco.islands.children import Child
+
+PATIENCE = 150.0
+ISLAND = """
+import signal, sys, time
+from pathlib import Path
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+name = flags["--islands.name"]
+def end(number, _):
+    Path(flags["--run.folder"], "told").touch()
+    sys.exit(3 if name == "island-2" else 0)
+signal.signal(signal.SIGTERM, end)
+print(name, flags["--islands.join"], flush=True)
+Path(flags["--run.folder"], "ready").touch()
+time.sleep(200)
+"""
+
+
+@contextmanager
+def local_islands(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Start two stand-ins of islands, and wait until they and the syncer run."""
+    code = "import sys; from pathlib import Path; "
+    code += "from torchtitan_diloco.islands.local import run_islands; "
+    code += f"sys.exit(run_islands([sys.executable, '-c', {ISLAND!r}], 2, Path({str(folder)!r})))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_for(lambda: len(list(folder.glob("island-*/ready"))) == 2)
+        wait_for(lambda: syncers(process) != [] and leads(folder) == 1)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(is_true: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not is_true():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def syncers(process: "subprocess.Popen[str]") -> list[int]:
+    """Return the process ids of the syncers that this process has started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline") for pid in children}
+    return [pid for pid, path in commands.items() if "--scratch" in path.read_text()]
+
+
+def leads(folder: Path) -> int:
+    """Return how often a syncer has begun to lead."""
+    output = folder / "syncer/output.txt"
+    return output.read_text().count("leads, in session") if output.exists() else 0
+
+
+def is_gone(pid: int) -> bool:
+    """Return whether a process has ended, whether or not its parent has noticed."""
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+
+
+def test_a_signal_ends_all_islands_and_then_the_syncer(tmp_path: Path) -> None:
+    with local_islands(tmp_path) as process:
+        (syncer,) = syncers(process)
+        assert os.getpriority(os.PRIO_PROCESS, syncer) > os.getpriority(os.PRIO_PROCESS, 0)
+        process.terminate()
+        output, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 3, output
+        assert is_gone(syncer)
+    first, see, last = sorted(output.splitlines())
+    store = tmp_path / "store"
+    assert see == f"island-1 {store}"
+    assert first.startswith("all islands: ")
+    assert first.endswith(f"islands watch --join {store}")
+    assert last.startswith(f"the islands and their store are in {tmp_path}; to continue a run")
+    assert (tmp_path / "island-2/output.txt").read_text() == f"island-2 {store}\n"
+    assert all((tmp_path / name / "told").exists() for name in ("island-1", "island-2"))
+    said = (tmp_path / "syncer/output.txt").read_text()
+    assert said.endswith("SIGTERM: publishes what is merged, and ends\n")
+
+
+def test_a_syncer_that_dies_is_started_again(tmp_path: Path) -> None:
+    with local_islands(tmp_path) as process:
+        (killed,) = syncers(process)
+        os.kill(killed, signal.SIGKILL)
+        wait_for(lambda: syncers(process) not in ([], [killed]))
+        wait_for(lambda: leads(tmp_path) == 2)
+        process.terminate()
+        output, _ = process.communicate(timeout=PATIENCE)
+    assert "the syncer ended with code -9" in output
+    assert "; starting it again in 1 s" in output
+
+
+def test_nothing_is_left_of_killed_islands(tmp_path: Path) -> None:
+    with local_islands(tmp_path) as process:
+        (syncer,) = syncers(process)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 3
+        process.kill()
+        process.wait()
+        wait_for(lambda: all(is_gone(int(pid)) for pid in children))
+    assert is_gone(syncer)
+    assert not list((tmp_path / "store").glob("run/*")), "nobody has founded a run"
+    with pytest.raises(AssertionError):
+        newest(tmp_path / "store")
+
+
+# --- children -------------------------------------------------------------------------------------
+
+
+def ending(code: int) -> Callable[[], "subprocess.Popen[bytes]"]:
+    def start() -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
+        process.wait()
+        return process
+
+    return start
+
+
+def test_a_child_is_started_again_after_pauses_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    now = [0.0]
+    monkeypatch.setattr("torchtitan_diloco.islands.children.time.monotonic", lambda: now[0])
+    child = Child("the syncer", ending(2), said.append, why=lambda: "error: no disk")
+    for _ in range(700):
+        child.runs()
+        now[0] += 0.1
+    pauses = [line.rpartition(" in ")[2] for line in said]
+    assert pauses == ["1 s", "2 s", "4 s", "8 s", "16 s", "30 s", "30 s"]
+    assert said[0].startswith("the syncer ended with code 2 (error: no disk); starting it again")
+
+
+def test_a_child_that_has_done_its_work_is_not_started_again() -> None:
+    said = list[str]()
+    child = Child("the syncer", ending(0), said.append, may_end=True)
+    child.start()
+    assert [child.runs() for _ in range(3)] == [False] * 3
+    assert child.is_done
+    assert said == []
+    child = Child("SeaweedFS", ending(0), said.append)
+    child.start()
+    assert not child.runs()
+    assert said == ["SeaweedFS ended with code 0; starting it again in 1 s"]
