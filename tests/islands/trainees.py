@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.diloco.toy import Net, full, inner_step, parameters
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 from torchtitan_diloco.islands.config import Islands
-from torchtitan_diloco.islands.store_peers import StorePeers
+from torchtitan_diloco.islands.store_peers import Seat, StorePeers
 
 TOKENS, SAMPLES = 100, 2
 PATIENCE = 240.0
@@ -35,10 +35,17 @@ class Trainee:
         step_seconds: float = 0.0,
         grace: float = 1.0,
         found: bool = False,
+        slot_seconds: float = 60.0,
         **options: Any,
     ) -> None:
         islands = Islands(
-            str(store), name, slots=slots, begin=begin, grace_seconds=grace, found=found
+            str(store),
+            name,
+            slots=slots,
+            begin=begin,
+            grace_seconds=grace,
+            slot_seconds=slot_seconds,
+            found=found,
         )
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
@@ -53,6 +60,7 @@ class Trainee:
         self.notes = [] if saved is None else self.outer.load_state_dict(saved)
         self.step_seconds = step_seconds
         self.steps = 0
+        self.on_join: Callable[[Seat], None] = lambda _: None
         self.on_step: Callable[[int], None] = lambda _: None
         self.stop = threading.Event()
         self.shared = dict[str, Tensor]()
@@ -71,6 +79,7 @@ class Trainee:
     def train(self) -> None:
         peers = self.peers
         seat = peers.join()
+        self.on_join(seat)
         while not peers.finished and not self.stop.is_set():
             self.steps += 1
             step = seat.position // SAMPLES + self.steps
@@ -89,6 +98,10 @@ class Trainee:
         if self.error is not None:
             raise self.error
         return self
+
+
+class KilledError(Exception):
+    """An island ends without leaving, as if it was killed."""
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,9 +17,39 @@ from torchtitan_diloco.islands.layout import Layout, hexadecimal, shapes_of
 from torchtitan_diloco.islands.payload import Header, encode, memory_of
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands_store.checkpoint import Saved
-from torchtitan_diloco.islands_store.founding import Founding
+from torchtitan_diloco.islands_store.fields import MOST_PHASES, Digest
+from torchtitan_diloco.islands_store.founding import Founding, SlotStart
 from torchtitan_diloco.islands_store.names import founding_name
 from torchtitan_diloco.islands_store.settings import RATES, Settings
+
+
+class JobCheckpoint(NamedTuple):
+    """What the checkpoint of a job contains, from which a run of islands can be founded."""
+
+    tokens: int = 0
+    """Tokens of the job so far."""
+    slots: Sequence[SlotStart] = ()
+    """Where the samples of slots begin, after those of the job. Others begin at their first."""
+
+
+def checked_corpus(corpus: str) -> str:
+    """Return the digest of a corpus, or raise a UserError if it is none."""
+    try:
+        return msgspec.convert(corpus, Digest)
+    except msgspec.ValidationError as error:
+        raise UserError(f"corpus = {corpus!r}: give at most 64 hexadecimal digits") from error
+
+
+def checked_phases(phases: Sequence[float]) -> tuple[float, ...]:
+    """Return the shares at which phases start, or raise a UserError if they cannot."""
+    shares = tuple(phases)
+    is_sorted = all(0 < one < 1 for one in shares) and list(shares) == sorted(set(shares))
+    if not is_sorted or len(shares) > MOST_PHASES:
+        raise UserError(
+            f"phases = {shares}: give at most {MOST_PHASES} increasing shares of the run, each "
+            "above 0 and below 1"
+        )
+    return shares
 
 
 def settings_of(
@@ -29,6 +60,7 @@ def settings_of(
     total_tokens: int,
     tokens_per_step: int,
     samples_per_step: int,
+    phases: Sequence[float] = (),
     facts: Mapping[str, str],
 ) -> Settings:
     """Return the settings of a run that this island founds. `kind`: that of the store."""
@@ -43,6 +75,7 @@ def settings_of(
         streams=islands.slots,
         block=samples_per_step,
         tokens_per_sample=-(-tokens_per_step // samples_per_step),
+        phases=tuple(phases),
         mixing=config.overlap.mixing,
         mixing_end=config.overlap.mixing_end,
         outer_optimizer=outer.name,

@@ -39,6 +39,9 @@ from torchtitan_diloco.islands.config import (
     own_loop_settings,
 )
 from torchtitan_diloco.islands.founding import (
+    JobCheckpoint,
+    checked_corpus,
+    checked_phases,
     facts_of,
     new_founding,
     read_saved,
@@ -73,6 +76,8 @@ class Seat:
     block: int
     position: int
     """First sample of the slot for this island."""
+    entered: tuple[int, ...] = ()
+    """Positions at which the stream of the slot has entered phases of the data."""
 
 
 class StorePeers(Peers, Witness):
@@ -92,6 +97,9 @@ class StorePeers(Peers, Witness):
         ranks: dist.ProcessGroup | None = None,
         liveness: Liveness | None = None,
         facts: Mapping[str, object] | None = None,
+        corpus: str = "",
+        phases: Sequence[float] = (),
+        job: JobCheckpoint | None = None,
     ) -> None:
         """Open the store only in `join`.
 
@@ -103,6 +111,11 @@ class StorePeers(Peers, Witness):
             ranks: joins the ranks of this island on the CPU.
             liveness: watches these ranks.
             facts: other facts that must be equal on all islands, such as the data.
+            corpus: digest in hexadecimal digits of the data of this island, if islands have data of
+                their own. It only continues slots of the same corpus.
+            phases: shares of `total_tokens` at which streams enter the next phase of the data:
+                `entered` says where this one has.
+            job: what the checkpoint of a job contains that this island loads, if any.
         """
         check_class(islands, "islands", Islands)
         self.islands = islands
@@ -113,8 +126,14 @@ class StorePeers(Peers, Witness):
             raise UserError("islands in a store have one rank each: start each GPU as an island")
         self._liveness = liveness or Liveness(None)
         self._facts = {name: str(value) for name, value in (facts or {}).items()}
+        self._corpus = checked_corpus(corpus)
+        self._phases = checked_phases(phases)
+        if self._phases:
+            self._facts["phases"] = ",".join(f"{share:g}" for share in self._phases)
+        self._job = job
         self.gauges = Gauges()
         self._link: Link | None = None
+        self._machine: Island | None = None
         self._saved: Saved | None = None
         self._encoded: list[Future[None]] = []
         self._sent = dict[int, Round]()
@@ -147,6 +166,7 @@ class StorePeers(Peers, Witness):
         if self._link is not None:
             raise RuntimeError("join() was already called: create new peers to join again")
         self._link = link = self._open()
+        self._machine = link.machine
         link.start()
         drop_gathered(self.model)
         began = time.monotonic()
@@ -166,7 +186,12 @@ class StorePeers(Peers, Witness):
         assert decision is not None
         assert machine.slot is not None
         self.seat = Seat(
-            machine.slot, settings.slots, settings.streams, settings.block, machine.position
+            machine.slot,
+            settings.slots,
+            settings.streams,
+            settings.block,
+            machine.position,
+            tuple(machine.entered),
         )
         copy = f"takes the newest shared copy, of {self.clock:,} tokens, and " * (self.clock > 0)
         logger.info(
@@ -187,10 +212,13 @@ class StorePeers(Peers, Witness):
             total_tokens=self.total_tokens,
             tokens_per_step=self._tokens_per_step,
             samples_per_step=self._samples_per_step,
+            phases=self._phases,
             facts=facts,
         )
         founding = new_founding(self.states, settings)
         saved = self._saved
+        if saved is None and self._job is not None:
+            saved = Saved.of_job(self._job.tokens, len(self.states), self._job.slots)
         if saved is not None:
             founding = saved.found(founding)
             if saved.fragments:
@@ -201,6 +229,7 @@ class StorePeers(Peers, Witness):
             shapes=founding.shapes,
             founds=founding if saved is None or self.islands.found else None,
             saved=saved,
+            corpus=self._corpus,
         )
         link = Link(Run(store, self.config.link.streams), machine, self.states, self._layouts)
         link.gauges = partial(self.gauges.read, self)
@@ -216,30 +245,39 @@ class StorePeers(Peers, Witness):
 
     @property
     def machine(self) -> Island:
-        if self._link is None:
-            raise RuntimeError(
-                "call join() before the first step, and do not call step() after close()"
-            )
-        return self._link.machine
+        if self._machine is None:
+            raise RuntimeError("call join() before the first step")
+        return self._machine
 
     @property
     def left(self) -> bool:
         """Whether this island leaves before the end of the run, or has left."""
-        return self.machine.is_leaving and self.machine.ending != ENDED
+        machine = self._machine
+        return machine is not None and machine.is_leaving and machine.ending != ENDED
 
     @property
     def clock(self) -> int:
         """Tokens of the run so far."""
-        return self.machine.clock
+        return 0 if self._machine is None else self._machine.clock
 
     @property
     def finished(self) -> bool:
-        """Whether the run has merged its tokens, or this island was asked to leave."""
-        return bool(self.machine.ending) or self.machine.is_leaving
+        """Whether the run has merged its tokens, or this island was asked to leave.
+
+        It is not if this island has lost its slot: the next call then raises an error.
+        """
+        machine = self._machine
+        return machine is not None and (machine.is_leaving or machine.ending in (ENDED, LEFT))
+
+    @property
+    def entered(self) -> list[int]:
+        """Positions at which the stream of this island has entered phases of the data. A new one is
+        the next sample to read."""
+        return [] if self._machine is None else list(self._machine.entered)
 
     @property
     def progress(self) -> float:
-        return min(1.0, self.clock / self.total_tokens) if self._link is not None else 0.0
+        return min(1.0, self.clock / self.total_tokens)
 
     @property
     def witness(self) -> Witness:
@@ -264,7 +302,8 @@ class StorePeers(Peers, Witness):
         """When the run should have all its tokens, wait until they are merged, or continue to train
         if some are missing."""
         machine = self.machine
-        assert self._link is not None
+        if self._link is None:
+            raise RuntimeError("do not call step() after close()")
         most = self._tokens_per_step
         if not 0 <= weight <= most or weight != int(weight):
             raise UserError(
@@ -290,7 +329,10 @@ class StorePeers(Peers, Witness):
         self._boundary_at = time.perf_counter()
 
     def remaining_tasks(self) -> Iterator[Send | Apply]:
-        if self._link is None or self.machine.ending:
+        if self._link is None:
+            return
+        self._raise_if_over()
+        if self.machine.ending:
             return
         self._link.leave()
         began = time.monotonic()
@@ -331,6 +373,8 @@ class StorePeers(Peers, Witness):
             self._may_train = due.is_training and due.waits_until is None
             if link.machine.decision is not None and link.machine.decision.fragments:
                 self._use(link.machine.settings)
+            for _ in range(len(link.machine.entered), due.phases):
+                link.enter_phase(link.machine.position)
             for apply in due.applies:
                 if applies is not None:
                     applies(apply)
@@ -391,7 +435,10 @@ class StorePeers(Peers, Witness):
         if ending in ENDS:
             raise IslandFencedError(f"island {name} ends: {ORDERS[ending]}")
         if ending == REJOIN:
-            raise PeersLostError(f"island {name} has lost its slot, and is to be started again")
+            raise PeersLostError(
+                f"island {name} was silent for long, and another one has its slot: start it again, "
+                "from its latest checkpoint, to get the newest shared copy and a slot"
+            )
 
     def _raise_if_ended(self) -> None:
         """Raise an error if there is nothing left to train."""
@@ -484,6 +531,8 @@ class StorePeers(Peers, Witness):
             saved.facts.in_flight = []
         *_, lines = saving.load(self.states, saved, self.config, partial(local_share, 0.0))
         self._saved = read_saved(saved.facts.island)
+        if self._saved is None:
+            self._job = self._job or JobCheckpoint()
         return lines
 
     def restart(self) -> None:
