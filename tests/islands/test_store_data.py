@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from tests.diloco.toy import config
-from tests.islands.by_hand import newest, syncer
+from tests.islands.by_hand import newest, open_run, syncer
+from tests.islands.servers import wait_until
 from tests.islands.trainees import SAMPLES, TOKENS, KilledError, Trainee, trained
 from torchtitan_diloco.components.run_data import Position, RunData
 from torchtitan_diloco.config import load_config
@@ -17,6 +19,7 @@ from torchtitan_diloco.data.loader import Stream
 from torchtitan_diloco.data.mixture import Indices
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.islands.store_peers import Seat
+from torchtitan_diloco.islands_store.changes import Set, encode_change
 
 Place = tuple[int, int]
 """Corpus and sequence of a sample."""
@@ -163,3 +166,87 @@ def test_phases_begin_at_the_recorded_positions_also_after_kills_and_for_an_heir
             assert found == {place}, (number, position, slot.entered)
         seen += expected
     assert len(set(seen)) == len(seen), "no sample is in two slots, or twice in one"
+
+
+# --- corpora of their own -------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("soon_silent")
+def test_an_island_continues_only_a_slot_of_its_own_corpus(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LATE_SECONDS", "STILL_SECONDS"):
+        monkeypatch.setattr(f"torchtitan_diloco.islands.store_peers.{name}", 0.5)
+    store = tmp_path / "store"
+    total = 10**9
+    places = dict[str, Seat]()
+    ends = Event()
+
+    def island(name: str, corpus: str, steps: int = 0) -> Trainee:
+        """`steps`: after which it is killed."""
+        trainee = Trainee(
+            store,
+            name,
+            config(8, delay=1),
+            total_tokens=total,
+            step_seconds=0.02,
+            slot_seconds=2.5,
+            corpus=corpus,
+        )
+
+        def after_step(taken: int) -> None:
+            if ends.is_set():
+                trainee.stop.set()
+            if taken == steps:
+                raise KilledError
+
+        trainee.on_join = lambda seat: places.update({name: seat})
+        trainee.on_step = after_step
+        return trainee
+
+    with syncer(store, tmp_path / "scratch"), trained(island("a", "aa")):
+        with pytest.raises(KilledError), trained(island("b", "bb", steps=40)):
+            pass
+        with trained(island("c", "cc")):
+            wait_until(lambda: "a free slot of its corpus" in caplog.text, "what c waits for")
+            assert "c" not in places
+            with trained(island("d", "bb")):
+                wait_until(lambda: "d" in places, "the slot of b")
+                with open_run(store) as run:
+                    change = encode_change(Set("slots", "3"))
+                    assert run.store.create("change/1-0123abcd", change)
+                wait_until(lambda: "c" in places, "a slot of its own")
+                ends.set()
+    assert places["d"].slot == places["b"].slot
+    assert places["d"].position > 0
+    assert (places["c"].slot, places["c"].position) == (2, 0)
+    slots = newest(store).slots
+    assert [slots[places[name].slot].corpus for name in "abc"] == ["aa", "bb", "cc"]
+
+
+def test_the_digest_is_that_of_the_own_corpora_and_their_weights(tmp_path: Path) -> None:
+    for name in ("a", "b", "common"):
+        (tmp_path / f"{name}.txt").write_text(f"{name[0]} is what this text repeats. " * 9000)
+    (tmp_path / "c.txt").write_bytes((tmp_path / "a.txt").read_bytes())
+
+    def open_data(name: str, share: int = 1, shard_by: str = "own") -> RunData:
+        own = str(tmp_path / "{worker}.txt")
+        corpora = {"own": f"{own}={share} {tmp_path / 'common.txt'}=1"}
+        changed = {
+            "data.mixture": corpora.get(shard_by, f"{tmp_path / 'a.txt'}=1"),
+            "data.shard_by": shard_by,
+            "data.cache_folder": str(tmp_path / "cache"),
+            "training.sequence_length": str(LENGTH),
+            "islands.join": str(tmp_path / "store"),
+            "islands.name": name,
+        }
+        world: Any = SimpleNamespace(worker=0, ranks_per_worker=1, control=None)
+        return RunData(load_config("debug", changed), build_tokenizer("bytes"), world)
+
+    first = open_data("a")
+    assert first.own_digest
+    assert open_data("c").own_digest == first.own_digest, "the same text elsewhere"
+    assert open_data("b").own_digest not in ("", first.own_digest)
+    assert open_data("a", share=3).own_digest != first.own_digest, "other samples have its numbers"
+    assert open_data("b").common_facts == first.common_facts
+    assert open_data("a", shard_by="none").own_digest == ""

@@ -170,12 +170,17 @@ class StorePeers(Peers, Witness):
         link.start()
         drop_gathered(self.model)
         began = time.monotonic()
+
+        def take(apply: rules.Apply) -> None:
+            self._take(apply)
+            self._say_wait(began, link.machine.missing())  # others may train all the time
+
         while not link.machine.is_training:
-            for _ in self._boundary(applies=self._take):
+            for _ in self._boundary(applies=take):
                 raise AssertionError("nothing is sent before the run has begun")
             self._raise_if_over()
             self._raise_if_ended()
-            self._say_wait(began, "the run to begin")
+            self._say_wait(began, link.machine.missing())
         for _ in self._boundary(applies=self._take):
             raise AssertionError("nothing is sent before the first step")
         for state in self.states:

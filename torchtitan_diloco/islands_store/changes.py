@@ -70,6 +70,10 @@ _CHANGEABLE = {
 }
 
 
+def encode_change(change: Change) -> bytes:
+    return msgspec.json.encode(change)
+
+
 def decode_change(raw: bytes) -> Change:
     if len(raw) > MOST_CHANGE:
         raise MalformedError(f"a change has {len(raw)} bytes, which is more than {MOST_CHANGE}")
