@@ -177,6 +177,8 @@ class Island:
             self.say("its numbers are repeatedly wrong, and rounds do not wait for it")
         slot = decision.slot_of(self.incarnation)
         if self.slot is not None and slot != self.slot:
+            for one in self.fragments:
+                one.sent = None  # parts belong to the slot
             if self.is_leaving:
                 self._end(LEFT, "")
             else:
@@ -350,7 +352,8 @@ class Island:
 
     def _wish(self) -> str:
         if self.slot is None:
-            return JOIN if self._is_near() and not self.is_leaving else ""
+            may_join = self._is_near() and not self.is_leaving and not self.ending
+            return JOIN if may_join else ""
         if not self.is_leaving:
             return ""
         is_busy = self.is_training and any(
@@ -386,6 +389,8 @@ class Island:
 
     def take_garbage(self) -> list[str]:
         """Return the objects of parts that are decided, to be deleted."""
+        if self.slot is None:
+            return []  # the syncer deletes those of incarnations without a slot
         waiting, decided = list[Part](), list[str]()
         for part in self._stored:
             if part.number <= self.fragments[part.fragment].ledger.number:
