@@ -16,6 +16,7 @@ from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.islands.layout import Layout, hexadecimal, shapes_of
 from torchtitan_diloco.islands.payload import Header, encode, memory_of
 from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.store_changes import of_diloco
 from torchtitan_diloco.islands_store.checkpoint import Saved
 from torchtitan_diloco.islands_store.fields import MOST_PHASES, Digest
 from torchtitan_diloco.islands_store.founding import Founding, SlotStart
@@ -67,8 +68,7 @@ def settings_of(
     outer = config.outer_optimizer
     rates = RATES[kind]
     return Settings(
-        sync_every=config.sync_every,
-        delay=config.overlap.delay,
+        **of_diloco(config),
         total_tokens=total_tokens,
         slots=islands.slots,
         start_with=islands.begin,
@@ -76,20 +76,15 @@ def settings_of(
         block=samples_per_step,
         tokens_per_sample=-(-tokens_per_step // samples_per_step),
         phases=tuple(phases),
-        mixing=config.overlap.mixing,
-        mixing_end=config.overlap.mixing_end,
         outer_optimizer=outer.name,
-        outer_lr=outer.lr,
         outer_numbers={
             "momentum": outer.momentum,
             "beta2": outer.beta2,
             "epsilon": outer.epsilon,
         },
-        codec=config.quantization.codec,
         block_size=config.quantization.block_size,
         grace=max(rates.grace, islands.grace_seconds),
         slot_seconds=islands.slot_seconds or 1e-3,
-        norm_limit=config.delta_norm_limit,
         copies_every=rates.copies_every,
         commit_seconds=rates.commit_seconds,
         poll_seconds=rates.poll_seconds,

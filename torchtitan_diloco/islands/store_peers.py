@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch.distributed as dist
@@ -54,6 +54,7 @@ from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.members import IslandFencedError
 from torchtitan_diloco.islands.payload import Header, encode
 from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.store_changes import in_diloco
 from torchtitan_diloco.islands_store import fragment as rules
 from torchtitan_diloco.islands_store import note as notes
 from torchtitan_diloco.islands_store.checkpoint import Saved
@@ -478,19 +479,7 @@ class StorePeers(Peers, Witness):
             return
         self._used = settings
         self.total_tokens = settings.total_tokens
-        overlap = replace(
-            self.config.overlap,
-            delay=settings.delay,
-            mixing=settings.mixing,
-            mixing_end=settings.mixing_end,
-        )
-        quantization = replace(self.config.quantization, codec=settings.codec)  # type: ignore[arg-type]
-        self.config = replace(
-            self.config,
-            sync_every=settings.sync_every,
-            overlap=overlap,
-            quantization=quantization,
-        )
+        self.config = in_diloco(self.config, settings)
         self.schedule = build_schedule(self.config, len(self.fragments))
 
     # --- background thread ------------------------------------------------------------------------
