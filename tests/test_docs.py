@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -72,6 +73,7 @@ ELSEWHERE = {
     ("launching.md", "site-a-alone$"): "fewer workers; tests/components/test_resume.py",
     ("loss.md", "benchmarks.parity"): "hours; tests/benchmarks/test_parity.py",
     ("measurements.md", "benchmarks.scale"): "a GPU; tests/benchmarks/test_scale.py",
+    ("own-loop.md", "islands sync"): "three consoles; tests/test_docs.py",
     ("report-and-plan.md", "tensorboard --logdir"): "a server; tests/components/test_telemetry.py",
     ("troubleshooting.md", "nft"): "root, a firewall",
     ("two-machines.md", "compare"): "two machines; tests/machines/test_compare.py",
@@ -195,6 +197,21 @@ def test_the_readmes_own_loop_runs_as_printed(checkout: Path) -> None:
     assert "1.layers.0, 1.layers.2" in printed
     for worker in (0, 1):
         assert re.search(rf"worker {worker}: loss \d+\.\d+, \d+\.\d+ MB sent", printed)
+
+
+def test_the_own_loop_of_an_island_runs_as_printed(checkout: Path) -> None:
+    page = REPOSITORY / "docs/own-loop.md"
+    (program,) = blocks(page, "python")
+    (checkout / "island.py").write_text(program)
+    first, *consoles = blocks(page, "shell")[0].splitlines()
+    run(first, checkout)
+    with ThreadPoolExecutor() as pool:
+        printed = list(pool.map(lambda line: run(f"timeout 120 {line}", checkout), consoles))
+    for name, output in zip("ab", printed[1:], strict=True):
+        assert re.search(rf"island {name}: 4\d,\d\d\d tokens, finished", output), output
+    # A start after the end has a checkpoint, and says that there is nothing left to train.
+    with pytest.raises(AssertionError, match="has ended after"):
+        run(consoles[1], checkout)
 
 
 BARE = re.compile(

@@ -4,6 +4,7 @@ A job counts its own steps (`JobCourse`). Islands count the tokens of all island
 (`IslandCourse`, island_course.py). The trainer uses its course without knowing its kind.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torchtitan_diloco.components.checkpoint_folder import Manifest
@@ -26,6 +27,9 @@ class Place(NamedTuple):
     """Position from which the segments of the mixture are planned."""
     stream: Stream | None
     """The stream that the ranks of this worker share. None: all ranks share the only one."""
+    entered: Sequence[int] | None = None
+    """Positions at which the stream has entered phases of the data. None: they follow from the
+    plan."""
 
 
 class Course(Protocol):
@@ -50,6 +54,15 @@ class Course(Protocol):
     @property
     def tokens(self) -> int:
         """Tokens of the whole run so far."""
+
+    @property
+    def share(self) -> float:
+        """Completed share of the run."""
+
+    @property
+    def entered(self) -> Sequence[int]:
+        """Positions at which the stream of this worker has entered phases of the data. Empty if
+        they follow from the plan."""
 
     @property
     def progress(self) -> RunProgress | None:
@@ -78,6 +91,7 @@ class JobCourse:
 
     run = ""
     progress = None
+    entered: Sequence[int] = ()
     has_left = False
 
     def __init__(self, config: Config, plan: RunPlan, world: World) -> None:
@@ -109,6 +123,10 @@ class JobCourse:
     @property
     def tokens(self) -> int:
         return self._plan.tokens_at(self.step)
+
+    @property
+    def share(self) -> float:
+        return self.tokens / self._plan.tokens_at(self._plan.total_steps)
 
     @property
     def finished(self) -> bool:

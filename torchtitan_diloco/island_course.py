@@ -1,10 +1,11 @@
 """Course of a worker that is an island, given by the tokens of all islands."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchtitan_diloco.components.run_data import Position
+from torchtitan_diloco.components.checkpoint_folder import Manifest
+from torchtitan_diloco.components.run_data import Position, RunData
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.telemetry import RunProgress
 from torchtitan_diloco.config import Config
@@ -15,39 +16,63 @@ from torchtitan_diloco.diloco.peers import Peers
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.islands import IslandPeers
 from torchtitan_diloco.islands.config import is_location, run_of
+from torchtitan_diloco.islands.founding import JobCheckpoint
 from torchtitan_diloco.islands.store_peers import StorePeers
+from torchtitan_diloco.islands_store.founding import SlotStart
 
 
 class IslandCourse:
     def __init__(
-        self, config: Config, plan: RunPlan, world: World, step: int, identity: Mapping[str, Any]
+        self,
+        config: Config,
+        plan: RunPlan,
+        world: World,
+        *,
+        manifest: Manifest | None,
+        data: RunData,
+        tokenizer: str,
     ) -> None:
-        """`identity`: data and tokenizer, which must be the same on all islands."""
+        """`manifest`: of the checkpoint from which this island starts. `tokenizer`: fingerprint."""
         self.run = run_of(config.islands.join)
-        self.step = step
+        self.step = 0 if manifest is None else manifest.step
         self._plan = plan
         self._shard_by = config.data.shard_by
         self._validated: tuple[int, float, float] | None = None
         tokens = plan.tokens_per_step // config.workers
-        kind = StorePeers if is_location(config.islands.join) else IslandPeers
-        self._peers: StorePeers | IslandPeers = kind(
-            replace(config.islands, sync=False),  # the launcher runs it
-            total_tokens=plan.total_steps * plan.tokens_per_step,
-            tokens_per_step=tokens,
-            samples_per_step=tokens // config.training.sequence_length,
-            ranks=world.control,
-            liveness=world.liveness,
-            facts={**identity, **flat_settings(config.model, "model.")},
-        )
+        samples = tokens // config.training.sequence_length
+        common: dict[str, Any] = {
+            "total_tokens": plan.total_steps * plan.tokens_per_step,
+            "tokens_per_step": tokens,
+            "samples_per_step": samples,
+            "ranks": world.control,
+            "liveness": world.liveness,
+            "facts": {
+                **data.common_facts,
+                "tokenizer": tokenizer,
+                **flat_settings(config.model, "model."),
+            },
+        }
+        self._peers: StorePeers | IslandPeers
+        if is_location(config.islands.join):
+            self._peers = StorePeers(
+                replace(config.islands, sync=False),  # the launcher runs it
+                **common,
+                corpus=data.own_digest,
+                phases=[phase.start for phase in config.data.phases],
+                job=job_checkpoint(config, plan, manifest, data, block=samples),
+            )
+        else:
+            self._peers = IslandPeers(config.islands, **common)
 
     def build_peers(self) -> Peers:
         return self._peers
 
     def join(self, _: Position, /) -> Place:
-        """Take a slot. Its start is in the log of the run, not in a checkpoint."""
+        """Take a slot. The run says where it starts, and not a checkpoint."""
         seat = self._peers.join()
         block = seat.block if self._shard_by == "none" else 0
-        return Place(seat.position, Position(), Stream(seat.slot, seat.streams, block))
+        stream = Stream(seat.slot, seat.streams, block)
+        return Place(seat.position, Position(), stream, self.entered)
 
     @property
     def scheduled_step(self) -> float:
@@ -62,6 +87,14 @@ class IslandCourse:
     def tokens(self) -> int:
         """Tokens of all islands so far. At the end, their clock may exceed the total."""
         return min(self._peers.clock, self._peers.total_tokens)
+
+    @property
+    def share(self) -> float:
+        return self._peers.progress
+
+    @property
+    def entered(self) -> Sequence[int]:
+        return self._peers.entered if isinstance(self._peers, StorePeers) else ()
 
     @property
     def progress(self) -> RunProgress:
@@ -90,3 +123,28 @@ class IslandCourse:
 
     def describe_stop(self, _: str, /) -> str:
         return f"left the run after its own step {self.step}"
+
+
+def job_checkpoint(
+    config: Config, plan: RunPlan, manifest: Manifest | None, data: RunData, block: int
+) -> JobCheckpoint | None:
+    """Return what a run can be founded from, or None without the checkpoint of a job.
+
+    Slots begin after the samples of the job, where these have a place in their streams: with
+    `data.shard_by = "own"`, only the corpora of this island are known. `block`: consecutive samples
+    of a slot in the order that all share.
+    """
+    if manifest is None or (manifest.outer is not None and manifest.outer.island):
+        return None
+    slots = config.islands.slots or config.workers
+
+    def in_slot(position: int) -> int:
+        if config.data.shard_by != "none":
+            return position
+        # Slots take turns of a block in the order of the job. They begin with the first turn of all
+        # of them of which the job has read nothing.
+        return -(-position // (slots * block)) * block
+
+    starts = [start for start in data.starts_in_run(plan) if start <= data.position.samples]
+    slot = SlotStart(in_slot(data.position.samples), list(map(in_slot, starts)), data.own_digest)
+    return JobCheckpoint(manifest.tokens, [slot] * (1 if data.own_digest else slots))

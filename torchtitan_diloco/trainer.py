@@ -193,7 +193,7 @@ class Trainer:
                 telemetry.measure(partial(self.train_step, batches))
                 stacks.expect_nothing()
                 self._note_step()
-                telemetry.begin_phase(self.data.new_phase(self.plan, self.step))
+                telemetry.begin_phase(self.data.new_phase(self.step, self.course.share))
                 diagnosis.after_step(self.step)
                 if profiler is not None:
                     profiler.step()
@@ -295,6 +295,7 @@ class Trainer:
         if skipped:
             self.outer.heal(fsdp)
         self.outer.step(weight=0 if skipped else self.data.weight(plan))
+        self.data.enter(self.course.entered)
         if self.course.finished:
             self.outer.drain()
         return StepResult(cross_entropy=loss, gradient_norm=norm, skipped=skipped)
@@ -309,6 +310,7 @@ class Trainer:
             first_sample=place.first_sample,
             planned_from=place.planned_from,
             stream=place.stream,
+            entered=place.entered,
         )
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
@@ -326,7 +328,7 @@ class Trainer:
         )
         if self.start.goes_on and self.start.checkpoint is not None:
             self.start.load("telemetry", telemetry)
-        telemetry.begin_phase(self.data.new_phase(self.plan, self.step))
+        telemetry.begin_phase(self.data.new_phase(self.step, self.course.share))
         return telemetry
 
     # --- checkpoints ------------------------------------------------------------------------------
@@ -437,9 +439,13 @@ class Trainer:
             return JobCourse(self.config, self.plan, self.world)
         from torchtitan_diloco.island_course import IslandCourse  # a job needs nothing of islands
 
-        identity = self.data.common_facts | {"tokenizer": self.tokenizer.fingerprint}
         return IslandCourse(
-            self.config, self.plan, self.world, step=self.start.step, identity=identity
+            self.config,
+            self.plan,
+            self.world,
+            manifest=self.start.manifest,
+            data=self.data,
+            tokenizer=self.tokenizer.fingerprint,
         )
 
     def _build_outer_loop(self) -> OuterLoop:

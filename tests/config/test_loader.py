@@ -317,6 +317,11 @@ TOPK = {
         (TOPK | {"diloco.quantization.block_size": "32"}, "diloco.quantization.block_size"),
         ({"islands.name": "here"}, "islands.name"),
         ({"islands.join": "nats://127.0.0.1:1#run"}, "islands.name"),
+        (
+            {"islands.join": "nats://127.0.0.1:1#run", "islands.name": "a"}
+            | {"data.phases": "[{start = 0.5, mixture = {a = 1}}]"},
+            "data.phases",
+        ),
         ({"islands.local": "3", "islands.slots": "1"}, "islands.slots"),
         ({"islands.local": "2", "islands.sync": "true"}, "islands.sync"),
         ({"islands.sync": "true"}, "islands.sync"),

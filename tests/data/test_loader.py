@@ -1,6 +1,7 @@
 import itertools
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -187,6 +188,55 @@ def test_a_stream_that_is_added_reads_in_an_order_of_its_own(
         assert set(orders[4]) == set(orders[1])
     assert len({tuple(order) for order in orders}) == 5
     assert len(set(orders[4])) > 30
+
+
+@pytest.mark.parametrize(("block", "prefetch"), [(4, 0), (4, 3), (0, 3)])
+def test_streams_enter_a_segment_at_positions_of_their_own(
+    make_shards: MakeShards, block: int, prefetch: int
+) -> None:
+    """No sequence is read twice, whether the position is known from the start or not."""
+    corpora = {name: TokenShards(make_shards(name, train=2000), "train") for name in "ab"}
+    segments = [Segment(0, {"a": 3.0, "b": 1.0}), Segment(0, {"b": 1.0})]
+
+    class Places:
+        """Returns what is read in place of its tokens."""
+
+        def __init__(self, readers: Any) -> None:
+            self.readers = readers
+
+        def __getitem__(self, places: Indices) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.from_numpy(places), torch.from_numpy(places)
+
+    def loader(number: int, *chosen: Segment) -> TrainLoader:
+        layout = {"sequence_length": LENGTH, "batch_size": 2, "accumulation": 2}
+        single = {"rank": 0, "ranks": 1, "seed": 0, "shuffle": True, "prefetch": prefetch}
+        stream = Stream(number, 2, block=block)
+        found = TrainLoader(
+            corpora, segments=chosen, stream=stream, own_turns=True, **layout, **single
+        )
+        found._reader = Places(found._reader.readers)  # type: ignore[assignment]
+        return found
+
+    def read(found: TrainLoader, batches: int) -> list[tuple[int, int]]:
+        taken = itertools.islice(iter(found), batches)
+        return [tuple(place) for places, _ in taken for place in places.tolist()]
+
+    whole = list[tuple[int, int]]()
+    for number, steps in ((0, 6), (1, 11)):
+        entering = loader(number, segments[0])
+        batches = iter(entering)
+        places = [tuple(one) for _ in range(2 * steps) for one in next(batches)[0].tolist()]
+        assert Counter(corpus for corpus, _ in places) == {0: 3 * steps, 1: steps}
+        later = replace(segments[1], start=entering.position)
+        entering.enter(later)
+        after = [tuple(one) for _ in range(20) for one in next(batches)[0].tolist()]
+        del batches
+        assert {corpus for corpus, _ in after} == {1}
+        assert entering.segment.start == later.start == 4 * steps
+        assert read(loader(number, segments[0], later), 2 * steps + 20) == places + after
+        whole += places + after
+    if block:
+        assert len(set(whole)) == len(whole)
 
 
 def test_each_worker_has_a_fixed_random_part(shards: TokenShards) -> None:

@@ -28,3 +28,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count an island as gone sooner."""
     monkeypatch.setattr("torchtitan_diloco.islands.connection.EXPIRY", 3.0)
+
+
+@pytest.fixture
+def soon_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next process of an island in a store take its slot sooner."""
+    monkeypatch.setattr("torchtitan_diloco.islands_store.presence.SILENT", 2.5)

@@ -17,13 +17,15 @@ from tests.islands.test_one_job import Versions, one_job
 from tests.islands.test_syncing import wait_for
 from tests.islands.trainees import TOKENS, Trainee, trained
 from tests.processes import ProcessPool
-from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.base.user import PeersLostError, UserError
 from torchtitan_diloco.diloco import Quantization
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.state_dict import SHARED, SavedState
+from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.islands.layout import hexadecimal
 from torchtitan_diloco.islands.store_peers import StorePeers
 from torchtitan_diloco.islands_store.note import JOIN, Part
+from torchtitan_diloco.store import AwayError
 
 
 def same(one: Trainee, other: Trainee) -> None:
@@ -284,3 +286,84 @@ def test_a_download_is_dropped_if_its_base_was_reset_meanwhile(tmp_path: Path) -
     assert seen == [True]
     slots = newest(store).slots
     assert any(ledger.lost for slot in slots for ledger in slot.ledgers)
+
+
+# --- custom loops ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("soon_silent")
+def test_a_lost_slot_is_an_error_for_people_and_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An island is cut off until another one has its slot. Started again, it gets a free slot."""
+    store = tmp_path / "store"
+    options: dict[str, Any] = {"total_tokens": 10**9, "step_seconds": 0.02, "slot_seconds": 3.0}
+    first = Trainee(store, "a", config(8), **options)
+    second = Trainee(store, "b", config(8), **options)
+    spare = Trainee(store, "c", config(8), **options)
+    spare_trains, is_cut = threading.Event(), threading.Event()
+    stops = threading.Event()
+
+    def cut(step: int) -> None:
+        if step == 20:
+            link = second.peers._link
+            assert link is not None
+            monkeypatch.setattr(link.run.brief, "replace", refuse)
+            second.saved = second.outer.state_dict()
+            is_cut.set()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AwayError("the uplink is away")
+
+    def stop(one: Trainee) -> None:
+        if stops.is_set():
+            one.stop.set()
+
+    second.on_step = cut
+    first.on_step = lambda _: stop(first)
+    spare.on_step = lambda _: (spare_trains.set(), stop(spare))
+    with syncer(store, tmp_path / "scratch"), trained(first):
+        second.thread.start()
+        assert is_cut.wait(60)
+        with trained(spare):
+            with pytest.raises(PeersLostError, match="another one has its slot: start it again"):
+                second.finish()
+            assert not second.peers.finished, "a loop goes on to the error"
+            assert spare_trains.wait(60)
+            spare.stop.set()
+        again = Trainee(store, "b", config(8), saved=second.saved, **options)
+        again.on_step = lambda step: stops.set() if step == 10 else stop(again)
+        with trained(again):
+            pass
+    assert again.peers.left
+    assert again.peers.clock > 0
+    assert again.steps >= 10
+
+
+def test_the_end_of_an_own_loop_is_known_after_it_is_closed(tmp_path: Path) -> None:
+    only = Trainee(
+        tmp_path / "store", "a", config(8), total_tokens=30 * TOKENS, begin=1, slots=1, phases=[0.5]
+    )
+    assert not only.peers.finished
+    assert (only.peers.clock, only.peers.entered) == (0, [])
+    only.on_step = lambda step: setattr(only.peers.gauges, "loss", 0.5 * step)
+    with syncer(tmp_path / "store", tmp_path / "scratch"), trained(only):
+        pass
+    assert only.peers._link is None
+    assert only.peers.finished
+    assert not only.peers.left
+    assert only.peers.clock >= 30 * TOKENS
+    assert len(only.peers.entered) == 1
+    with pytest.raises(RuntimeError, match="after close"):
+        only.outer.step(1)
+
+
+def test_settings_of_an_own_loop_are_checked(tmp_path: Path) -> None:
+    def build(**options: Any) -> None:
+        StorePeers(Islands(str(tmp_path), "a"), total_tokens=1000, **options)
+
+    with pytest.raises(UserError, match="corpus = 'web': give at most 64 hexadecimal digits"):
+        build(corpus="web")
+    for phases in ([0.5, 0.2], [0.5, 0.5], [0.0], [1.0]):
+        with pytest.raises(UserError, match="increasing shares of the run"):
+            build(phases=phases)

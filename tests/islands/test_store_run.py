@@ -16,6 +16,7 @@ from tests.islands.by_hand import newest
 from tests.islands.test_run import SETTINGS
 from tests.islands.test_syncing import sync
 from tests.metadata_server import GCP, metadata_server
+from tests.test_trainer import records
 from torchtitan_diloco.components.checkpoint_folder import read_manifest
 
 PATIENCE = 240.0
@@ -54,10 +55,21 @@ def steps_of(folder: Path, name: str) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_islands_stop_are_killed_and_go_on(tmp_path: Path, ranks: int) -> None:
-    """Both stop in order; then one is killed, and the other trains on. It returns as an island of
-    one rank, whose checkpoint may be of two."""
-    more = {"metrics__log_every": 1, "checkpoint__every": 10, "training__steps": 120}
-    more["parallel__fsdp"] = ranks
+    """Both stop in order; then one is killed, and the other trains on, through a phase. It returns
+    as an island of one rank, whose checkpoint may be of two."""
+    texts = [tmp_path / f"{name}.jsonl" for name in ("web", "code")]
+    for text in texts:
+        lines = (json.dumps({"text": f"{text.stem} {number}" * 50}) for number in range(100))
+        text.write_text("\n".join(lines))
+    more = {
+        "metrics__log_every": 1,
+        "checkpoint__every": 10,
+        "training__steps": 120,
+        "parallel__fsdp": ranks,
+        "data__mixture": f"{texts[0]}=3 {texts[1]}=1",
+        "data__phases": f'[{{start = 0.1, mixture = {{"{texts[1]}" = 1}}}}]',
+        "data__cache_folder": tmp_path / "cache",
+    }
     with sync(tmp_path / "store", tmp_path / "scratch") as syncer, ExitStack() as started:
 
         def start(name: str, **changed: object) -> "subprocess.Popen[str]":
@@ -88,6 +100,10 @@ def test_islands_stop_are_killed_and_go_on(tmp_path: Path, ranks: int) -> None:
     assert decision.ended
     assert decision.stopped
     assert read_manifest(last(tmp_path / "a")).step >= 60
+    assert [len(slot.entered) for slot in decision.slots] == [1, 1]
+    (entered,) = (one for one in records(tmp_path / "a", "phase") if one["number"] == 1)
+    assert 0.1 <= entered["share"] < 0.5
+    assert entered["mixture"] == f"100 % {texts[1]}"
     total = decision.settings.total_tokens
     for number, shared in enumerate(decision.fragments):
         samples = sum(slot.ledgers[number].taken for slot in decision.slots)

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.diloco.toy import Net, full, inner_step, parameters
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 from torchtitan_diloco.islands.config import Islands
+from torchtitan_diloco.islands.store_joining import Seat
 from torchtitan_diloco.islands.store_peers import StorePeers
 
 TOKENS, SAMPLES = 100, 2
@@ -60,6 +61,7 @@ class Trainee:
         self.notes = [] if saved is None else self.outer.load_state_dict(saved)
         self.step_seconds = step_seconds
         self.steps = 0
+        self.on_join: Callable[[Seat], None] = lambda _: None
         self.on_step: Callable[[int], None] = lambda _: None
         self.stop = threading.Event()
         self.shared = dict[str, Tensor]()
@@ -78,6 +80,7 @@ class Trainee:
     def train(self) -> None:
         peers = self.peers
         seat = peers.join()
+        self.on_join(seat)
         while not peers.finished and not self.stop.is_set():
             self.steps += 1
             step = seat.position // SAMPLES + self.steps
@@ -96,6 +99,10 @@ class Trainee:
         if self.error is not None:
             raise self.error
         return self
+
+
+class KilledError(Exception):
+    """An island ends without leaving, as if it was killed."""
 
 
 @contextmanager

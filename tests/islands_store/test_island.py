@@ -326,9 +326,13 @@ def test_it_sends_early_only_if_the_upload_fits_and_the_turn_does_not() -> None:
 def test_an_owner_of_nothing_joins_anew_and_a_replaced_start_ends(hand: Hand) -> None:
     hand.step(10)
     slots = hand.state.slots
+    assert decode_note(hand.island.note()).parts
     slots[0].owner = B
     hand.read()
     assert hand.island.ending == REJOIN
+    last = decode_note(hand.island.note())
+    assert (last.wish, last.parts) == ("", []), "its next start asks for a slot"
+    assert hand.island.take_garbage() == []
     again = Hand(founded((A,)))
     again.read(told={A: REPLACED})
     assert again.island.ending == REPLACED

@@ -191,6 +191,7 @@ def test_a_spare_takes_the_slot_of_one_that_is_silent_or_never_delivers() -> Non
         desk.pass_time(0.5)
     assert C in desk.state.owners()
     assert B not in desk.state.owners()
+    assert desk.state.told == {}, "it may come back in another slot"
 
 
 def test_the_next_start_of_a_killed_island_takes_its_slot() -> None:

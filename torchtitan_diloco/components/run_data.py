@@ -1,7 +1,8 @@
 """The corpora of a run: what a worker reads of them, and where a resumed run goes on."""
 
+import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -85,6 +86,8 @@ class RunData:
         """Where this worker begins to read, if its course does not say otherwise."""
         self.recorded: Segment | None = None
         """The segment of the mixture that the records of this run say is being read."""
+        self._phase_starts = list[int]()
+        """Positions at which the first phases of the data start, as far as they are known."""
 
     def _check_documents(self) -> None:
         """Raise if a corpus does not say where its documents end."""
@@ -154,13 +157,27 @@ class RunData:
     @property
     def common_facts(self) -> dict[str, Any]:
         """The facts that must be the same on all workers."""
-        weights = turns_of(self._data.weights)
-        corpora = [
-            f"{fingerprint} x {weights.get(name, 0)}" if len(weights) > 1 else fingerprint
-            for name, fingerprint in self.fingerprints.items()
-            if name not in self.own_corpora
-        ]
-        return {**self._order, "corpus": ", ".join(corpora)}
+        return {**self._order, "corpus": self._describe_corpora(is_own=False)}
+
+    @property
+    def own_digest(self) -> str:
+        """Digest of the corpora that this worker alone reads, and of their weights; empty if it has
+        none."""
+        text = self._describe_corpora(is_own=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
+
+    def _describe_corpora(self, *, is_own: bool) -> str:
+        """Return the fingerprints of the corpora that all workers read, or that only this one
+        reads, with their turns in the mixture of each phase."""
+        data = self._data
+        turns = [turns_of(one) for one in (data.weights, *(one.mixture for one in data.phases))]
+        corpora = list[str]()
+        for name, fingerprint in self.fingerprints.items():
+            of_phases = "/".join(str(of_corpora.get(name, 0)) for of_corpora in turns)
+            if (name in self.own_corpora) is is_own:
+                is_mixed = len(self.corpora) > 1
+                corpora.append(f"{fingerprint} x {of_phases}" if is_mixed else fingerprint)
+        return ", ".join(corpora)
 
     def _find_position(self, saved: SavedPosition) -> Position:
         """Return where a run goes on that saved this position."""
@@ -192,18 +209,32 @@ class RunData:
     # --- the stream -------------------------------------------------------------------------------
 
     def begin(
-        self, plan: RunPlan, first_sample: int, planned_from: Position, stream: Stream | None
+        self,
+        plan: RunPlan,
+        first_sample: int,
+        planned_from: Position,
+        stream: Stream | None,
+        entered: Sequence[int] | None = None,
     ) -> None:
         """Open the loader where this worker begins to read.
 
         `planned_from`: from which the segments of the mixture are planned. `stream`: which the
-        ranks of this worker divide, or None if all ranks divide the only one.
+        ranks of this worker divide, or None if all ranks divide the only one. `entered`: positions
+        at which the stream has entered phases of the data, and `enter` says the later ones. None:
+        phases start at their shares of the plan.
         """
         config = self._config
         world = self._world
+        if entered is None:
+            segments = self.segments(plan, planned_from)
+            self._phase_starts = self._planned_starts(plan, planned_from)
+        else:
+            mixtures = [phase.mixture for phase in self._data.phases]
+            segments = plan_segments(self._data.weights, zip(entered, mixtures, strict=False))
+            self._phase_starts = list(entered)
         self.loader = TrainLoader(
             self.corpora,
-            segments=self.segments(plan, planned_from),
+            segments=segments,
             sequence_length=self._length,
             batch_size=config.training.batch_size,
             accumulation=plan.accumulation,
@@ -215,6 +246,7 @@ class RunData:
             start=first_sample,
             stream=stream,
             own_corpora=self.own_corpora,
+            own_turns=entered is not None and bool(self._data.phases),
             pin_memory=world.device.type == "cuda",
         )
 
@@ -224,13 +256,20 @@ class RunData:
 
     def segments(self, plan: RunPlan, at: Position) -> list[Segment]:
         """Return the segments of this worker's stream from a position on."""
-        samples = self._samples(plan, plan.total_steps)
+        mixtures = [phase.mixture for phase in self._data.phases]
+        phases = zip(self._planned_starts(plan, at), mixtures, strict=True)
+        return plan_segments(self._data.weights, phases, position=at.samples, before=at.segment)
+
+    def _planned_starts(self, plan: RunPlan, at: Position) -> list[int]:
+        """Return the positions at which phases start, at their shares of the plan."""
         # Where the order has changed, the stream began later than the run.
         began = self._samples(plan, plan.start_step) - at.samples
-        phases = [
-            (round(phase.start * samples) - began, phase.mixture) for phase in self._data.phases
-        ]
-        return plan_segments(self._data.weights, phases, position=at.samples, before=at.segment)
+        return [start - began for start in self.starts_in_run(plan)]
+
+    def starts_in_run(self, plan: RunPlan) -> list[int]:
+        """Return the positions at which phases start in a stream that began with the run."""
+        samples = self._samples(plan, plan.total_steps)
+        return [round(phase.start * samples) for phase in self._data.phases]
 
     def _samples(self, plan: RunPlan, step: int) -> int:
         """Return the samples of one stream in so many steps of the run."""
@@ -255,13 +294,20 @@ class RunData:
 
     @property
     def _phase_number(self) -> int:
-        segments = self.loader.mixture.segments
-        # The last segment is the last phase; a resumed run may have none of the first ones.
-        later = len(segments) - 1 - segments.index(self.loader.segment)
-        return len(self._data.phases) - later
+        return sum(start <= self.loader.position for start in self._phase_starts)
 
-    def new_phase(self, plan: RunPlan, step: int) -> PhaseRecord | None:
-        """Describe the mixture that is read after this step, if it is not the recorded one."""
+    def enter(self, entered: Sequence[int]) -> None:
+        """Enter the phases whose positions are new. `entered`: those of all phases so far."""
+        for start in entered[len(self._phase_starts) :]:
+            phase = self._data.phases[len(self._phase_starts)]
+            self.loader.enter(Segment(start, dict(phase.mixture)))
+            self._phase_starts.append(start)
+
+    def new_phase(self, step: int, share: float) -> PhaseRecord | None:
+        """Describe the mixture that is read after this step, if it is not the recorded one.
+
+        `share`: completed share of the run.
+        """
         before = self.recorded
         segment = self.recorded = self.loader.segment
         if segment == before or len(self.corpora) == 1:
@@ -274,5 +320,5 @@ class RunData:
             time=time.time(),
             mixture=", ".join(shares),
             number=self._phase_number,
-            share=plan.tokens_at(step) / plan.tokens_at(plan.total_steps),
+            share=share,
         )

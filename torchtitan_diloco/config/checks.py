@@ -123,9 +123,10 @@ def _data_mistakes(config: Config) -> Mistakes:
     for phase in data.phases:
         if mistake := weight_mistake(phase.mixture):
             yield "data.phases", f"in the phase that starts at {phase.start:g}, {mistake}"
-    if data.phases and (config.islands.join or config.islands.local):
-        reason = "islands have no common position at which a phase could start: remove it"
-        yield "data.phases", reason
+    join = config.islands.join
+    if data.phases and join and not is_location(join):
+        reason = "islands with a server have no common position at which a phase could start"
+        yield "data.phases", f"{reason}: remove it, or let them join a folder or a bucket"
     shared = [name for name in data.corpora if WORKER_FIELD not in name]
     if data.shard_by == "own" and len(shared) == len(data.corpora):
         example = f"{shared[0].rstrip('/')}-{WORKER_FIELD}"

@@ -110,7 +110,9 @@ class TrainLoader:
     counts items of one rank, so it could not continue a run with other ranks or batch sizes.
 
     `corpora`: by the names that the weights of `segments` have. `own_corpora`: names of those that
-    only this stream reads. `prefetch`: micro-batches that a thread reads ahead.
+    only this stream reads. `own_turns`: corpora take turns within the stream, and not in the order
+    that all streams share, so that each stream may enter a segment at another position and none
+    reads a sample of another one. `prefetch`: micro-batches that a thread reads ahead.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class TrainLoader:
         start: int = 0,
         stream: Stream | None = None,
         own_corpora: Container[str] = (),
+        own_turns: bool = False,
         pin_memory: bool = False,
     ) -> None:
         """Start at position `start`. With a stream, `rank`, `ranks` and `start` refer to it."""
@@ -144,6 +147,7 @@ class TrainLoader:
         self._reader = MixedReader(readers)
         self.names = list(corpora)
         self.mixture = Mixture(self.names, segments)
+        self._has_own_turns = own_turns
         self._order = partial(sequence_indices, seed=seed, shuffle=shuffle)
         self._rank = rank
         self._ranks = ranks
@@ -165,14 +169,23 @@ class TrainLoader:
         """The part of the stream that the current step begins in."""
         return self.mixture.segment_at(self.position)
 
+    def enter(self, segment: Segment) -> None:
+        """Enter the next segment of the mixture, which starts at the current step or later."""
+        assert segment.start >= max(self.position, self.mixture.segments[-1].start)
+        self.mixture = Mixture(self.names, [*self.mixture.segments, segment])
+
     def __iter__(self) -> Iterator[Batch]:
         """Continue where the last iterator stopped."""
-        batches: BaseNode[Batch] = Mapper(IterableWrapper(self._micro_batches()), self._read)
-        if self._prefetch:
-            batches = Prefetcher(batches, prefetch_factor=self._prefetch)
-        for batch in batches:
-            self._taken += 1
-            yield batch
+        while True:
+            mixture = self.mixture
+            batches: BaseNode[Batch] = Mapper(IterableWrapper(self._micro_batches()), self._read)
+            if self._prefetch:
+                batches = Prefetcher(batches, prefetch_factor=self._prefetch)
+            for batch in batches:
+                self._taken += 1
+                yield batch
+                if mixture is not self.mixture:  # what was read ahead may be of another segment
+                    break
 
     def _read(self, places: Indices) -> Batch:
         inputs, targets = self._reader[places]
@@ -188,8 +201,12 @@ class TrainLoader:
             steps, within = np.divmod(numbers, self._accumulation)
             parts = (steps * self._ranks + self._rank) * self._accumulation + within
             positions = parts[:, None] * self._batch_size + np.arange(self._batch_size)
-            places = self._stream.positions((self._start + positions).ravel())
-            corpora, samples = self.mixture.locate(places)
+            places = (self._start + positions).ravel()
+            if self._has_own_turns:
+                corpora, samples = self.mixture.locate(places)
+                samples = self._stream.positions(samples)
+            else:
+                corpora, samples = self.mixture.locate(self._stream.positions(places))
             sequences = np.empty_like(samples)
             for corpus in np.unique(corpora).tolist():
                 mine = corpora == corpus

@@ -162,7 +162,8 @@ def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, 
     has_log = not is_location(islands.join)
     if not islands.join:
         text = (
-            "is empty: give the join string of the server, or the file join.txt that `serve` writes"
+            "is empty: give a folder, a bucket or a join file, or the join string of a server, or "
+            "the file join.txt that it writes"
         )
         mistakes.append(("islands.join", text))
     if islands.local:

@@ -4,8 +4,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,10 +16,41 @@ from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.layout import Layout
 from torchtitan_diloco.islands.payload import Header, encode, memory_of
 from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.store_settings import of_diloco
 from torchtitan_diloco.islands_store.checkpoint import Saved
-from torchtitan_diloco.islands_store.founding import Founding
+from torchtitan_diloco.islands_store.fields import MOST_PHASES, Digest
+from torchtitan_diloco.islands_store.founding import Founding, SlotStart
 from torchtitan_diloco.islands_store.names import founding_name
 from torchtitan_diloco.islands_store.settings import RATES, Settings
+
+
+class JobCheckpoint(NamedTuple):
+    """What the checkpoint of a job contains, from which a run of islands can be founded."""
+
+    tokens: int = 0
+    """Tokens of the job so far."""
+    slots: Sequence[SlotStart] = ()
+    """Where the samples of slots begin, after those of the job. Others begin at their first."""
+
+
+def checked_corpus(corpus: str) -> str:
+    """Return the digest of a corpus, or raise a UserError if it is none."""
+    try:
+        return msgspec.convert(corpus, Digest)
+    except msgspec.ValidationError as error:
+        raise UserError(f"corpus = {corpus!r}: give at most 64 hexadecimal digits") from error
+
+
+def checked_phases(phases: Sequence[float]) -> tuple[float, ...]:
+    """Return the shares at which phases start, or raise a UserError if they cannot."""
+    shares = tuple(phases)
+    is_sorted = all(0 < one < 1 for one in shares) and list(shares) == sorted(set(shares))
+    if not is_sorted or len(shares) > MOST_PHASES:
+        raise UserError(
+            f"phases = {shares}: give at most {MOST_PHASES} increasing shares of the run, each "
+            "above 0 and below 1"
+        )
+    return shares
 
 
 def settings_of(
@@ -31,55 +61,34 @@ def settings_of(
     total_tokens: int,
     tokens_per_step: int,
     samples_per_step: int,
+    phases: Sequence[float] = (),
     facts: Mapping[str, str],
 ) -> Settings:
     """Return the settings of a run that this island founds. `kind`: that of the store."""
     outer = config.outer_optimizer
     rates = RATES[kind]
     return Settings(
-        sync_every=config.sync_every,
-        delay=config.overlap.delay,
+        **of_diloco(config),
         total_tokens=total_tokens,
         slots=islands.slots,
         start_with=islands.begin,
         streams=islands.slots,
         block=samples_per_step,
         tokens_per_sample=-(-tokens_per_step // samples_per_step),
-        mixing=config.overlap.mixing,
-        mixing_end=config.overlap.mixing_end,
+        phases=tuple(phases),
         outer_optimizer=outer.name,
-        outer_lr=outer.lr,
         outer_numbers={
             "momentum": outer.momentum,
             "beta2": outer.beta2,
             "epsilon": outer.epsilon,
         },
-        codec=config.quantization.codec,
         block_size=config.quantization.block_size,
         grace=max(rates.grace, islands.grace_seconds),
         slot_seconds=islands.slot_seconds or 1e-3,
-        norm_limit=config.delta_norm_limit,
         copies_every=rates.copies_every,
         commit_seconds=rates.commit_seconds,
         poll_seconds=rates.poll_seconds,
         facts=dict(facts),
-    )
-
-
-def with_settings(config: DiLoCoConfig, settings: Settings) -> DiLoCoConfig:
-    """Return the settings of an island that uses those of the run."""
-    overlap = replace(
-        config.overlap,
-        delay=settings.delay,
-        mixing=settings.mixing,
-        mixing_end=settings.mixing_end,
-    )
-    codec: Any = settings.codec
-    return replace(
-        config,
-        sync_every=settings.sync_every,
-        overlap=overlap,
-        quantization=replace(config.quantization, codec=codec),
     )
 
 

@@ -31,6 +31,8 @@ class Instructions(msgspec.Struct, array_like=True):
     has_begun: bool = False
     """Whether this island has a slot and all copies, and the run has begun."""
     is_leaving: bool = False
+    entered: list[int] = []
+    """Positions at which the stream of this island has entered phases of the data."""
     ending: str = ""
     """Why this incarnation of the island is over, or empty while it is not."""
     away_seconds: float = 0.0
@@ -46,6 +48,7 @@ class Instructions(msgspec.Struct, array_like=True):
             participants=0 if decision is None else len(decision.ready),
             has_begun=machine.is_training,
             is_leaving=machine.is_leaving,
+            entered=list(machine.entered),
             ending=machine.ending,
             away_seconds=away_seconds,
         )
@@ -59,7 +62,10 @@ class Instructions(msgspec.Struct, array_like=True):
         if self.ending in ENDS:
             raise IslandFencedError(f"island {name} ends: {ORDERS[self.ending]}")
         if self.ending == REJOIN:
-            raise PeersLostError(f"island {name} has lost its slot, and is to be started again")
+            raise PeersLostError(
+                f"island {name} was silent for long, and another one has its slot: start it again, "
+                "from its latest checkpoint, to get the newest shared copy and a slot"
+            )
 
 
 def share(value: Value | None, kind: type[Value], group: dist.ProcessGroup | None) -> Value:

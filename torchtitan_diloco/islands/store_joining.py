@@ -26,6 +26,8 @@ class Seat:
     block: int
     position: int
     """First sample of the slot for this island."""
+    entered: tuple[int, ...] = ()
+    """Positions at which the stream of the slot has entered phases of the data."""
 
 
 def take_seat(name: str, machine: Island, clock: int) -> Seat:
@@ -40,7 +42,14 @@ def take_seat(name: str, machine: Island, clock: int) -> Seat:
         f"island {name} has slot {slot} of {settings.slots} in run {decision.run}, {copy}starts "
         f"at its sample {machine.position:,}"
     )
-    return Seat(slot, settings.slots, settings.streams, settings.block, machine.position)
+    return Seat(
+        slot,
+        settings.slots,
+        settings.streams,
+        settings.block,
+        machine.position,
+        tuple(machine.entered),
+    )
 
 
 def raise_if_ended(join: str, machine: Island) -> None:

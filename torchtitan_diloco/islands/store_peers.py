@@ -44,11 +44,13 @@ from torchtitan_diloco.islands.config import (
 )
 from torchtitan_diloco.islands.followers import SharedCopies, collect_part
 from torchtitan_diloco.islands.founding import (
+    JobCheckpoint,
+    checked_corpus,
+    checked_phases,
     facts_of,
     new_founding,
     read_saved,
     settings_of,
-    with_settings,
     write_saved,
 )
 from torchtitan_diloco.islands.gauges import STEP_TIMES, Gauges
@@ -63,6 +65,7 @@ from torchtitan_diloco.islands.store_joining import (
     raise_if_ended,
     take_seat,
 )
+from torchtitan_diloco.islands.store_settings import in_diloco
 from torchtitan_diloco.islands_store import fragment as rules
 from torchtitan_diloco.islands_store import note as notes
 from torchtitan_diloco.islands_store.checkpoint import Saved
@@ -94,6 +97,9 @@ class StorePeers(Peers, Witness):
         ranks: dist.ProcessGroup | None = None,
         liveness: Liveness | None = None,
         facts: Mapping[str, object] | None = None,
+        corpus: str = "",
+        phases: Sequence[float] = (),
+        job: JobCheckpoint | None = None,
     ) -> None:
         """Open the store only in `join`.
 
@@ -105,6 +111,11 @@ class StorePeers(Peers, Witness):
             ranks: joins the ranks of this island on the CPU.
             liveness: watches these ranks.
             facts: other facts that must be equal on all islands, such as the data.
+            corpus: digest in hexadecimal digits of the data of this island, if islands have data of
+                their own. It only continues slots of the same corpus.
+            phases: shares of `total_tokens` at which streams enter the next phase of the data:
+                `entered` says where this one has.
+            job: what the checkpoint of a job contains that this island loads, if any.
         """
         check_class(islands, "islands", Islands)
         self.islands = islands
@@ -114,6 +125,11 @@ class StorePeers(Peers, Witness):
         self._given = ranks
         self._liveness = liveness or Liveness(None)
         self._facts = {name: str(value) for name, value in (facts or {}).items()}
+        self._corpus = checked_corpus(corpus)
+        self._phases = checked_phases(phases)
+        if self._phases:
+            self._facts["phases"] = ",".join(f"{share:g}" for share in self._phases)
+        self._job = job
         self.gauges = Gauges()
         self._link: Link | None = None
         """Threads of the first rank. The others have `_following`."""
@@ -165,13 +181,22 @@ class StorePeers(Peers, Witness):
             self._followed = self._following.submit(self._copies.follow)
         drop_gathered(self.model)
         began = time.monotonic()
+
+        def say_wait() -> None:
+            if self._link is not None:
+                self._waits.say(self._link, began, self._link.machine.missing())
+
+        def take(apply: rules.Apply) -> None:
+            self._take(apply)
+            say_wait()  # others may train all the time
+
         while not self._last.has_begun:
-            for _ in self._boundary(applies=self._take):
+            for _ in self._boundary(applies=take):
                 raise AssertionError("nothing is sent before the run has begun")
             self._last.raise_if_over(self.islands.name)
             if self._link is not None:
                 raise_if_ended(self.islands.join, self._link.machine)
-            self._waits.say(self._link, began, "the run to begin")
+            say_wait()
         for _ in self._boundary(applies=self._take):
             raise AssertionError("nothing is sent before the first step")
         for state in self.states:
@@ -193,10 +218,13 @@ class StorePeers(Peers, Witness):
             total_tokens=self.total_tokens,
             tokens_per_step=self._tokens_per_step,
             samples_per_step=self._samples_per_step,
+            phases=self._phases,
             facts=facts,
         )
         founding = new_founding(settings, self._layouts, checksums)
         saved = self._saved
+        if saved is None and self._job is not None:
+            saved = Saved.of_job(self._job.tokens, len(self.states), self._job.slots)
         if saved is not None:
             founding = saved.found(founding)
             if saved.fragments:
@@ -207,6 +235,7 @@ class StorePeers(Peers, Witness):
             shapes=founding.shapes,
             founds=founding if saved is None or self.islands.found else None,
             saved=saved,
+            corpus=self._corpus,
             ranks=self._ranks.size,
         )
         link = Link(Run(store, self.config.link.streams), machine, self._copies, checksums)
@@ -248,8 +277,17 @@ class StorePeers(Peers, Witness):
 
     @property
     def finished(self) -> bool:
-        """Whether the run has merged its tokens, or this island was asked to leave."""
-        return bool(self._last.ending) or self._last.is_leaving
+        """Whether the run has merged its tokens, or this island was asked to leave.
+
+        It is not if this island has lost its slot: the next call then raises an error.
+        """
+        return self._last.is_leaving or self._last.ending in (ENDED, LEFT)
+
+    @property
+    def entered(self) -> list[int]:
+        """Positions at which the stream of this island has entered phases of the data. A new one is
+        the next sample to read."""
+        return list(self._last.entered)
 
     @property
     def progress(self) -> float:
@@ -307,7 +345,10 @@ class StorePeers(Peers, Witness):
         self._boundary_at = time.perf_counter()
 
     def remaining_tasks(self) -> Iterator[Send | Apply]:
-        if not self._is_open or self._last.ending:
+        if not self._is_open:
+            return
+        self._last.raise_if_over(self.islands.name)
+        if self._last.ending:
             return
         if self._link is not None:
             self._link.leave()
@@ -377,6 +418,10 @@ class StorePeers(Peers, Witness):
         """Return what all ranks do next, which the first one decides."""
         with self._naming_lost_ranks():
             mine = None if self._link is None else self._link.decide()
+            if self._link is not None and mine is not None:
+                for _ in range(len(mine.entered), mine.due.phases):
+                    self._link.enter_phase(self.machine.position)
+                mine.entered = list(self.machine.entered)
             self._last = share(mine, Instructions, self._ranks.decisions)
         if self._last.settings is not None:
             self._use(self._last.settings)
@@ -434,7 +479,7 @@ class StorePeers(Peers, Witness):
             return
         self._used = settings
         self.total_tokens = settings.total_tokens
-        self.config = with_settings(self.config, settings)
+        self.config = in_diloco(self.config, settings)
         self.schedule = build_schedule(self.config, len(self.fragments))
 
     # --- background thread ------------------------------------------------------------------------
@@ -484,6 +529,8 @@ class StorePeers(Peers, Witness):
             saved.facts.in_flight = []
         *_, lines = saving.load(self.states, saved, self.config, partial(local_share, 0.0))
         self._saved = read_saved(saved.facts.island)
+        if self._saved is None:
+            self._job = self._job or JobCheckpoint()
         return lines
 
     def restart(self) -> None:

@@ -52,7 +52,7 @@ class Admit(_Change, frozen=True):
 
 
 Change: TypeAlias = Set | Leave | Evict | Admit
-_CHANGEABLE = {
+CHANGEABLE = {
     "sync_every",
     "delay",
     "mixing",
@@ -71,6 +71,10 @@ _CHANGEABLE = {
 }
 
 
+def encode_change(change: Change) -> bytes:
+    return msgspec.json.encode(change)
+
+
 def decode_change(raw: bytes) -> Change:
     if len(raw) > MOST_CHANGE:
         raise MalformedError(f"a change has {len(raw)} bytes, which is more than {MOST_CHANGE}")
@@ -83,7 +87,7 @@ def decode_change(raw: bytes) -> Change:
 
 def changed(settings: Settings, change: Set) -> Settings:
     """Return the settings after a change. Raise a MalformedError if it is not possible."""
-    if change.key not in _CHANGEABLE:
+    if change.key not in CHANGEABLE:
         raise MalformedError(f"{change.key} cannot be changed during a run")
     if change.key == "codec" and change.value not in CODECS:
         raise MalformedError(f"codec = {change.value}: give one of {', '.join(CODECS)}")

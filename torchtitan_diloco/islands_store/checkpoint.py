@@ -23,13 +23,22 @@ class SavedFragment(msgspec.Struct, array_like=True, frozen=True):
 
 class Saved(msgspec.Struct, frozen=True):
     run: Name
+    """Empty if the checkpoint is of a job without islands, which is never stored."""
     clock: Tokens
     """Tokens of the run, which determine the inner learning rate."""
     fragments: list[SavedFragment]
     """Empty before the island has all copies."""
     clocks: list[Tokens]
-    """Merged tokens of each fragment, from which a lost location can be founded again."""
+    """Merged tokens of each fragment, with which a run can be founded in a new location."""
     slots: list[SlotStart]
+
+    @classmethod
+    def of_job(cls, tokens: int, fragments: int, slots: Sequence[SlotStart]) -> "Saved":
+        """Return what the checkpoint of a job contains. `slots`: where their samples begin.
+
+        Its tokens are those of a run that is founded from it, and say nothing about others.
+        """
+        return cls(run="", clock=0, fragments=[], clocks=[tokens] * fragments, slots=list(slots))
 
     def with_checksums(self, checksums: Sequence[str]) -> "Saved":
         """Return the same with the checksums of the copies as they were loaded."""
@@ -40,11 +49,13 @@ class Saved(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, fragments=fragments)
 
     def found(self, founding: Founding) -> Founding:
-        """Return the founding that continues this run in a new location, because its own is lost.
+        """Return the founding that continues from this checkpoint in a new location.
 
-        It keeps its name, so that the other islands can return with their checkpoints.
+        A run whose location is lost keeps its name, so that the other islands can return with their
+        checkpoints.
         """
-        return msgspec.structs.replace(founding, run=self.run, clocks=self.clocks, slots=self.slots)
+        run = self.run or founding.run
+        return msgspec.structs.replace(founding, run=run, clocks=self.clocks, slots=self.slots)
 
 
 def save(decision: Decision, versions: Sequence[int], clock: int) -> Saved:

@@ -68,9 +68,9 @@ class Founding(msgspec.Struct, array_like=True, frozen=True):
     shapes: Annotated[list[Shapes], Meta(min_length=1, max_length=MOST_FRAGMENTS)]
     checksums: Annotated[list[Checksum], Meta(max_length=MOST_FRAGMENTS)]
     clocks: Annotated[list[Tokens], Meta(max_length=MOST_FRAGMENTS)] = []
-    """Tokens that the fragments have merged in the run that it continues."""
+    """Tokens that the fragments have merged in the run, or the job, that it continues."""
     slots: Annotated[list[SlotStart], Meta(max_length=MOST_SLOTS)] = []
-    """Slots of that run."""
+    """Slots of that run, or where those of this one begin after the samples of the job."""
 
     def check(self) -> None:
         fragments, settings = len(self.shapes), self.settings
@@ -167,10 +167,11 @@ class Founders:
 
 def check_empty(saved_run: str | None) -> None:
     """Raise a UserError if an island that may not found a run has a checkpoint, and the location is
-    empty: it may be a folder that is not mounted, or a typo."""
+    empty: it may be a folder that is not mounted, or a typo. `saved_run`: empty for a job."""
     if saved_run is not None:
+        whose = f"run {saved_run}" if saved_run else "a job"
         raise UserError(
-            f"the location is empty, and the checkpoint is of run {saved_run}: give the location "
+            f"the location is empty, and the checkpoint is of {whose}: give the location "
             "of the run, or set --islands.found true to continue there from this checkpoint"
         )
 
@@ -179,7 +180,7 @@ def check_run(
     decision: Decision, facts: Facts, shapes: Sequence[Shapes], saved_run: str | None
 ) -> None:
     """Raise a UserError if an island does not fit the run, whether it is new or resumes."""
-    if saved_run is not None and saved_run != decision.run:
+    if saved_run and saved_run != decision.run:
         raise UserError(
             f"the location contains run {decision.run}, but the checkpoint belongs to run "
             f"{saved_run}: give the location of that run, or another run.folder"

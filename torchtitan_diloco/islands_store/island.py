@@ -96,6 +96,25 @@ class Island:
         self._clock_floor = max(self._clock_floor, merged + (self.tokens - tokens) * ready)
         return self._clock_floor
 
+    def missing(self) -> str:
+        """Describe what it waits for before it trains."""
+        decision = self.decision
+        if decision is None or not decision.is_founded:
+            return "the run to be founded"
+        slots = decision.slots
+        if self.slot is None and len(slots) >= self.settings.slots:
+            fitting = [slot for slot in slots if slot.corpus in ("", self.corpus)]
+            of_corpus = " of its corpus" * (len(fitting) < len(slots))
+            if all(slot.owner is not None for slot in fitting):
+                return (
+                    f"a free slot{of_corpus}: {len(fitting)} of {len(slots)} slots fit, and the "
+                    "owner of the run can raise `slots`"
+                )
+        if not decision.begun:
+            missing = self.settings.start_with - len(decision.owners())
+            return f"{missing} more islands, with which the run begins"
+        return "the run to begin"
+
     def say(self, line: str) -> None:
         if line not in self.news[-8:]:
             self.news.append(line)
@@ -158,6 +177,8 @@ class Island:
             self.say("its numbers are repeatedly wrong, and rounds do not wait for it")
         slot = decision.slot_of(self.incarnation)
         if self.slot is not None and slot != self.slot:
+            for one in self.fragments:
+                one.sent = None  # parts belong to the slot
             if self.is_leaving:
                 self._end(LEFT, "")
             else:
@@ -337,7 +358,8 @@ class Island:
 
     def _wish(self) -> str:
         if self.slot is None:
-            is_over = self.is_leaving or (self.decision is not None and self.decision.ended)
+            is_over = self.is_leaving or bool(self.ending)
+            is_over |= self.decision is not None and self.decision.ended
             return JOIN if self._is_near() and not is_over else ""
         if not self.is_leaving:
             return ""
@@ -374,6 +396,8 @@ class Island:
 
     def take_garbage(self) -> list[str]:
         """Return the objects of parts that are decided, to be deleted."""
+        if self.slot is None:
+            return []  # the syncer deletes those of incarnations without a slot
         waiting, decided = list[Part](), list[str]()
         for part in self._stored:
             if part.number <= self.fragments[part.fragment].ledger.number:

@@ -285,12 +285,14 @@ class Seats:
             decision.slots.append(Slot([Ledger() for _ in decision.fragments]))
         slot = decision.slots[number]
         before = slot.owner
+        is_restart = before is not None and name_of(before) == name_of(incarnation)
         if before is not None:
-            decision.told[before] = REPLACED
+            if is_restart:  # otherwise, it may come back in another slot
+                decision.told[before] = REPLACED
             self._release(slot, age)
         slot.owner, slot.corpus = incarnation, note.corpus
         self._worked[incarnation] = self._presence.listened
-        if before is None or name_of(before) != name_of(incarnation):
+        if not is_restart:
             for ledger in slot.ledgers:
                 ledger.since = round(age, 2)  # it cannot have trained on more since
         return before

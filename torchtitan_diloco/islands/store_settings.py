@@ -1,0 +1,96 @@
+"""Settings of a run by their names for users, which are those of a configuration.
+
+(The name of this file is temporary: it becomes `changes.py` when the changes in a log go.)
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from torchtitan_diloco.base.settings import nearest
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.islands_store import changes
+from torchtitan_diloco.islands_store.changes import CHANGEABLE, Set
+from torchtitan_diloco.islands_store.settings import Settings
+
+KEYS = {
+    "diloco.sync_every": "sync_every",
+    "diloco.overlap.delay": "delay",
+    "diloco.overlap.mixing": "mixing",
+    "diloco.overlap.mixing_end": "mixing_end",
+    "diloco.outer_optimizer.lr": "outer_lr",
+    "diloco.quantization.codec": "codec",
+    "diloco.delta_norm_limit": "norm_limit",
+    "total_tokens": "total_tokens",
+    "islands.slots": "slots",
+    "islands.grace_seconds": "grace",
+    "islands.slot_seconds": "slot_seconds",
+    "fastest": "fastest",
+    "copies_every": "copies_every",
+    "commit_seconds": "commit_seconds",
+    "poll_seconds": "poll_seconds",
+}
+"""Names in the rules of the settings that can change during a run, by their names for users, which
+are keys of a configuration where there is one."""
+assert set(KEYS.values()) == CHANGEABLE
+GONE = {
+    "quorum": "a round closes once the grace period is over and one part is in",
+    "action": "rounds do not wait for an island that is late or wrong, and `evict` ends it",
+}
+"""Settings of islands with a server that these islands do not have, and why."""
+
+
+def setting_of(key: str) -> str:
+    """Return the name in the rules of a setting, or raise a UserError if it cannot change."""
+    name = key.removeprefix("islands.")
+    if name in GONE:
+        raise UserError(f"{key} is no setting of islands in a store: {GONE[name]}")
+    if key not in KEYS:
+        raise UserError(
+            f"{key} cannot be changed during a run{nearest(key, KEYS)}; "
+            f"these can: {', '.join(KEYS)}"
+        )
+    return KEYS[key]
+
+
+def change_of(settings: Settings, key: str, value: str) -> Set:
+    """Return the change of a setting of a run, or raise a UserError if it is not possible.
+
+    The syncer decides: the run may have other settings by then.
+    """
+    change = Set(setting_of(key), "null" if value.lower() == "none" else value)
+    try:
+        changes.changed(settings, change)
+    except ValueError as error:
+        raise UserError(f"{key} = {value}: {error}") from error
+    return change
+
+
+def of_diloco(config: DiLoCoConfig) -> dict[str, Any]:
+    """Return those of these settings that an outer loop has, by their names in the rules."""
+    return {name: _read(config, path) for path, name in _IN_DILOCO.items()}
+
+
+def in_diloco(config: DiLoCoConfig, settings: Settings) -> DiLoCoConfig:
+    """Return the settings of an outer loop with those of a run."""
+    for path, name in _IN_DILOCO.items():
+        config = _replaced(config, path, getattr(settings, name))
+    return config
+
+
+_IN_DILOCO = {
+    tuple(key.split(".")[1:]): name for key, name in KEYS.items() if key.startswith("diloco.")
+}
+
+
+def _read(section: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        section = getattr(section, name)
+    return section
+
+
+def _replaced(section: Any, path: tuple[str, ...], value: Any) -> Any:
+    name, *rest = path
+    if rest:
+        value = _replaced(getattr(section, name), tuple(rest), value)
+    return replace(section, **{name: value})
