@@ -279,7 +279,7 @@ def test_a_download_is_dropped_if_its_base_was_reset_meanwhile(tmp_path: Path) -
                 seen.append(own.is_wrong)
         return checksum
 
-    first.peers._copies.prepare = reset_meanwhile  # type: ignore[method-assign]
+    first.peers._copies.prepare = reset_meanwhile  # type: ignore[assignment]
     with syncer(store, tmp_path / "scratch"), trained(first, second):
         pass
     same(first, second)

@@ -10,10 +10,10 @@ so that its collectives have the same order on all ranks:
 | uploads | background thread | background thread | norms and encoded deltas |
 | copies | threads of `Link`, under a lock | thread of `follow` | downloads, P of a founder |
 
-A buffer `delta` is written by training (`take_delta`) or by `prepare`, never by both. The first
-rank sees to it: it calls `prepare` only when no rank encodes a delta in it (`collect_part` returns
-later), and no rank takes a delta in it before `prepare` has returned. What it cannot see, whether
-training of another rank has applied the copy before, that rank waits for.
+A buffer `delta` is used for a delta of this island, from `take_delta` to the end of
+`collect_part`, and for the next P, from `prepare` until it is applied. The first rank keeps the two
+apart: it calls `prepare` only when no rank uses the buffer for a delta. Another rank may apply a
+copy later than the first one, so `follow` waits for that before it writes to the buffer again.
 """
 
 import threading

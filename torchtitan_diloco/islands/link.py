@@ -4,15 +4,15 @@
 |---|---|
 | read | reads decisions |
 | note | writes the note, each second and after changes |
-| download | fetches versions and copies, and prepares the next P of a fragment |
+| download | fetches versions and copies, and prepares the next P of a fragment on all ranks |
 | upload | stores parts, and deletes those that are decided |
 
 The training thread asks between two steps what to do (`decide`). All use the machine under the lock
 of one condition, which is notified after each change.
 
 The buffer `delta` of a fragment has two uses: the own delta, until it is encoded, and the next P,
-until it is applied. `Claim` says which. A send that is due wins: a download is then prepared again
-from its bytes.
+until it is applied. `Claim` says which, for all ranks of the island (followers.py). A send that is
+due wins: a download is then prepared again from its bytes.
 """
 
 import threading
