@@ -38,7 +38,8 @@ from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.page import PageServer, page_address
+from torchtitan_diloco.islands.page import PageServer
+from torchtitan_diloco.islands.page_server import page_address
 from torchtitan_diloco.islands.reader import open_reader, print_status
 from torchtitan_diloco.islands.records import Close, Leave, encode, name_of
 from torchtitan_diloco.islands.server import Server, free_port, make_streams, open_folder

@@ -11,8 +11,7 @@ import numpy as np
 
 from torchtitan_diloco.components.metrics import BASELINE, time_shares
 from torchtitan_diloco.components.records import number
-from torchtitan_diloco.islands.overview import GAP_FACTOR, LEAST_GAP, Stay
-from torchtitan_diloco.islands.page import Lanes, lanes_of
+from torchtitan_diloco.islands.stays import GAP_FACTOR, LEAST_GAP, Lanes, Stay, lanes_of
 from torchtitan_diloco.report.charts import (
     AXIS,
     BLUE,

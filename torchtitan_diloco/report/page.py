@@ -26,8 +26,8 @@ from torchtitan_diloco.components.metrics import (
 )
 from torchtitan_diloco.components.records import NAN
 from torchtitan_diloco.config.schema import format_value
-from torchtitan_diloco.islands.overview import LEAST_GAP
-from torchtitan_diloco.islands.page import TEMPLATES, time_text
+from torchtitan_diloco.islands.page_server import TEMPLATES
+from torchtitan_diloco.islands.stays import LEAST_GAP, time_text
 from torchtitan_diloco.report.charts import Exchange
 from torchtitan_diloco.report.figures import figures
 from torchtitan_diloco.report.run_records import Run, Worker, of_known, open_runs
@@ -301,7 +301,7 @@ def _islands_table(run: Run) -> Table:
                 Cell(time_text(stays[0].spans[0][0]), "UTC"),
                 Cell("; ".join(away) or "never", stays[-1].ended),
                 Cell(f"{sum(stay.parts for stay in stays):,}", "merged"),
-                Cell(f"{sum(len(stay.late) for stay in stays):,}", "one or more versions late"),
+                Cell(f"{sum(stay.late_parts for stay in stays):,}", "one or more versions late"),
                 _cell(_mean_wait(worker), brief, "own, for an exchange, mean"),
                 _cell(float(loss[-1]) if loss.size else NAN, _loss, "own, last"),
             ]

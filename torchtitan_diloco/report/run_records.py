@@ -36,8 +36,10 @@ from torchtitan_diloco.components.records import (
 )
 from torchtitan_diloco.config.schema import Parallel, flatten
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.overview import History, Stay, headline
+from torchtitan_diloco.islands.overview import History
 from torchtitan_diloco.islands.reader import LISTEN_SECONDS, open_reader
+from torchtitan_diloco.islands.stays import Stay
+from torchtitan_diloco.islands.tables import headline
 
 Array = NDArray[np.float64]
 ELAPSED_SECONDS = "worker/elapsed_seconds"
@@ -84,7 +86,7 @@ class Worker:
             stay.parts += 1
             at = record.at_seconds.get("applied", np.nan)
             if missed[record.fragment] > record.sent_step and math.isfinite(at):
-                stay.late.append(at)
+                stay.add_late(at)
         return stay
 
     @property
