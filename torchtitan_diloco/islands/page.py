@@ -5,9 +5,11 @@ import time
 
 from torchtitan_diloco.islands import page_server
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.page_server import Certificate, html_page, metrics
+from torchtitan_diloco.islands.page_server import Certificate, html_page, metrics, page_address
 from torchtitan_diloco.islands.reader import Reader, open_reader
 from torchtitan_diloco.islands.server import Server
+
+__all__ = ["PageServer", "page_address"]
 
 CACHE_SECONDS = 1.0
 RETRY_SECONDS = 5.0

@@ -24,13 +24,15 @@ Result = TypeVar("Result")
 class Run:
     """The objects of a run. Any thread may use this."""
 
-    def __init__(self, store: Store, streams: int = STREAMS) -> None:
-        """`streams`: number of chunks of large objects in flight at a time."""
+    def __init__(self, store: Store, streams: int = STREAMS, patience: float = 0.0) -> None:
+        """`streams`: number of chunks of large objects in flight at a time. `patience`: seconds for
+        which a call of a small object is repeated."""
         self.store = store
         self.location = store.location
         self.large = LargeObjects(store, streams)
-        self.brief = store.with_patience(0.0)
-        """The same store, for threads that repeat a failed call themselves."""
+        self.brief = store.with_patience(patience)
+        """The same store for small objects, by default for threads that repeat a failed call
+        themselves."""
 
     def drive(
         self, calls: Generator[Call, Any, Result], sleep: Callable[[float], None] = time.sleep

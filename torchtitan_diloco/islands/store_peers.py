@@ -9,7 +9,7 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,6 @@ from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_shar
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.state_dict import SHARED, FragmentFacts, OuterFacts, SavedState
-from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.diloco.witness import STILL_SECONDS, Witness
 from torchtitan_diloco.islands.config import (
     Islands,
@@ -51,6 +50,7 @@ from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.members import IslandFencedError
 from torchtitan_diloco.islands.payload import Header, encode
 from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.store_witness import StoreWitness
 from torchtitan_diloco.islands_store import fragment as rules
 from torchtitan_diloco.islands_store import note as notes
 from torchtitan_diloco.islands_store.checkpoint import Saved
@@ -75,7 +75,7 @@ class Seat:
     """First sample of the slot for this island."""
 
 
-class StorePeers(Peers, Witness):
+class StorePeers(Peers):
     """The other islands of a run in a store."""
 
     makes_outer_steps = False
@@ -124,6 +124,7 @@ class StorePeers(Peers, Witness):
         self._may_train = False
         self._used: Settings | None = None
         self._said_seconds = 0.0
+        self._witness = StoreWitness(islands.name, self.gauges)
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -203,7 +204,8 @@ class StorePeers(Peers, Witness):
             saved=saved,
         )
         link = Link(Run(store, self.config.link.streams), machine, self.states, self._layouts)
-        link.gauges = partial(self.gauges.read, self)
+        link.gauges = self._witness.own_gauges
+        self._witness.link = link
         return link
 
     def close(self) -> None:
@@ -243,12 +245,7 @@ class StorePeers(Peers, Witness):
 
     @property
     def witness(self) -> Witness:
-        return self
-
-    def reports(self) -> Mapping[str, Report]:
-        return {}
-
-    def say(self, verdicts: Sequence[str]) -> None: ...
+        return self._witness
 
     def advise(self, settings: Mapping[str, object]) -> str:
         return change_commands(self.islands, settings)
@@ -278,6 +275,8 @@ class StorePeers(Peers, Witness):
         self.check()
         usual = statistics.median(self._durations or [0.0])
         self._link.finish_step(self._samples_per_step, int(weight), usual, reset)
+        if reset:
+            self._witness.flags = NOT_FINITE
         self.gauges.finish_step(machine.tokens)
         began = time.monotonic()
         is_over = False
@@ -368,6 +367,8 @@ class StorePeers(Peers, Witness):
             round_.ready = max(prepared.at, round_.begun)
             round_.traffic.bytes_received = prepared.size
             self.gauges.received += prepared.size
+            if apply.mode is Mode.MIX:
+                self.gauges.round_trip = max(0.0, prepared.at - round_.due)
         decision = self.machine.decision
         assert decision is not None
         round_.participants = len(decision.ready)
@@ -406,6 +407,9 @@ class StorePeers(Peers, Witness):
     def _say_wait(self, since: float, what: str) -> None:
         """Log what training waits for, at growing intervals."""
         waited = time.monotonic() - since
+        witness = self._witness
+        if waited >= STILL_SECONDS and witness.watcher is not None:
+            witness.watcher.missing(witness.late())
         if waited < STILL_SECONDS:
             self._said_seconds = 0.0
         elif waited > max(LATE_SECONDS, 2 * self._said_seconds):
@@ -456,6 +460,7 @@ class StorePeers(Peers, Witness):
                 payload = encode(state.delta, Header(part.codec, block_size))
             else:
                 round_.flags = NOT_FINITE
+        self._witness.flags = round_.flags
         round_.traffic.encoded = time.perf_counter()
         if payload is not None:
             round_.traffic.bytes_sent = payload.numel()

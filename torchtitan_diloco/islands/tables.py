@@ -11,6 +11,7 @@ FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "loss": ("loss", "{:.4f}".format),
     "merged_seconds_ago": ("merged", "{:.1f} s ago".format),
     "open_seconds": ("open for", brief),
+    "owner": ("owner", lambda owner: owner.partition("/")[0]),  # without the nonce of its start
     "part_in_rounds": ("in rounds", "{:.0%}".format),
     "round_trip_seconds": ("round trip", brief),
     "tokens_per_second": ("tokens/s", "{:,}".format),
