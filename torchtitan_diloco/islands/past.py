@@ -112,8 +112,8 @@ class _Reader:
             self._read_event(event)
         if one.left_out:
             past.news.append((end, f"{one.left_out} more events are not listed"))
-        for name, sums in one.islands.items():
-            self._add(name, begin, end, sums)
+        for name in {**past.intervals, **one.islands}:
+            self._add(name, begin, end, one.islands.get(name, Sums()))
         for tokens, loss in one.validated:
             if not past.losses or tokens > past.losses[-1][0]:
                 append_thinned(past.losses, (tokens, loss))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan_diloco.islands_store.commit import (
@@ -14,6 +15,7 @@ from torchtitan_diloco.islands_store.commit import (
     Reader,
 )
 from torchtitan_diloco.islands_store.decision import Decision, decode_decision
+from torchtitan_diloco.islands_store.names import RUN, run_number
 from torchtitan_diloco.store import AwayError, LargeObjects, Store
 
 STREAMS = 8
@@ -96,3 +98,11 @@ class Decisions:
         and a MalformedError for damaged bytes."""
         content = self._run.drive(self._reader.read(time.monotonic()))
         return None if content is None else decode_decision(content, self._reader.number)
+
+
+def is_run_in_folder(folder: Path) -> bool:
+    """Return whether a folder is the store of a run, and not the folder of its records."""
+    decisions = folder / RUN
+    return decisions.is_dir() and any(
+        run_number(RUN + path.name) is not None for path in decisions.iterdir()
+    )
