@@ -147,13 +147,16 @@ class StoreReader:
         """Read the notes that have changed, of owners of slots and of islands that may join."""
         owners = set[str]() if self.decision is None else set(self.decision.owners())
         chosen = dict[str, Entry]()
+        joining = 0
         for entry in sorted(self.run.brief.list(ISLAND, most=MOST_LISTED), key=_age):
             incarnation = incarnation_of(entry.name)
             if incarnation is None or entry.size > MOST_NOTE:
                 continue
-            joins = entry.age <= SILENT and len(chosen) < len(owners) + MOST_JOINING
-            if incarnation in owners or joins:
+            if incarnation in owners:
                 chosen[incarnation] = entry
+            elif entry.age <= SILENT and joining < MOST_JOINING:
+                chosen[incarnation] = entry
+                joining += 1
         for incarnation, entry in chosen.items():
             tag = entry.size, entry.tag
             if self._tags.get(incarnation) == tag:
