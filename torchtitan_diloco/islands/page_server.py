@@ -188,10 +188,10 @@ class PageServer(ThreadingHTTPServer):
         logins, it has to be this machine: a page of somebody else, whose name resolves to it, must
         not read this one.
         """
-        if self._logins is None:
-            return is_loopback(urlsplit(f"//{host}").hostname or "")
         kind, _, encoded = header.partition(" ")
         try:
+            if self._logins is None:
+                return is_loopback(urlsplit(f"//{host}").hostname or "")
             user, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
         except ValueError:
             return False
