@@ -73,9 +73,9 @@ class WrittenRun(Desk):
                 self.train(one, **fields)
             self.pass_time(seconds)
 
-    def write(self, folder: Path) -> None:
-        """Write the newest decision, the notes and the history into a folder."""
-        store = open_store(folder)
+    def write(self, location: Path) -> None:
+        """Write the newest decision, the notes and the history into a store."""
+        store = open_store(location)
         try:
             store.create(run_name(self.state.number), encode_decision(self.state))
             for incarnation, content in self.notes.items():

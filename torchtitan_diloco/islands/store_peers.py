@@ -36,6 +36,7 @@ from torchtitan_diloco.islands.config import (
     change_commands,
     checked_count,
     own_loop_settings,
+    site_of,
 )
 from torchtitan_diloco.islands.founding import (
     facts_of,
@@ -204,6 +205,7 @@ class StorePeers(Peers):
             saved=saved,
         )
         link = Link(Run(store, self.config.link.streams), machine, self.states, self._layouts)
+        self.gauges.site = site_of(self.islands.join)[: notes.MOST_OF_SITE]
         link.gauges = self._witness.own_gauges
         self._witness.link = link
         return link
