@@ -1,6 +1,5 @@
 """Serve a bucket of one's own, as a user does, with a real SeaweedFS."""
 
-import base64
 import os
 import signal
 import socket
@@ -21,7 +20,6 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.islands.servers import free_port, wait_until
-from tests.islands.written_run import WrittenRun
 from torchtitan_diloco.base.user import USER_ERROR, UserError
 from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.seaweed import find_weed
@@ -110,64 +108,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with serving(folder, *flags) as found:
         found.site()
         yield found
-
-
-# --- the page -------------------------------------------------------------------------------------
-
-
-def page_status(url: str, login: str = "", secret: str = "") -> int:
-    """Return the status of a page, whose certificate is not checked."""
-    request = urllib.request.Request(url)
-    encoded = base64.b64encode(f"{login}:{secret}".encode()).decode()
-    request.add_header("Authorization", f"Basic {encoded}")
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    try:
-        with urllib.request.urlopen(request, timeout=60, context=context) as answer:
-            return int(answer.status)
-    except HTTPError as error:
-        return error.code
-
-
-def test_the_page_has_the_logins_of_the_bucket(tmp_path: Path) -> None:
-    folder = tmp_path / "bucket"
-    flags = ["--address", "127.0.0.1", "--port", free_port(), "--no-syncer"]
-    with serving(folder, *flags, "--http", "0.0.0.0:0") as found:
-        line = found.read_to("page of the run: https://0.0.0.0:")
-        url = line.split()[4].rstrip(",").replace("0.0.0.0", "127.0.0.1")
-        found.site()
-        secret = tomllib.loads(found.join_file(SITE).read_text())["secret_access_key"]
-        assert page_status(url) == 401
-        assert page_status(url, SITE, "wrong") == 401
-        assert page_status(url, SITE, secret) == 200
-        assert secret not in "\n".join(found.said)
-        found.site("--revoke")
-        assert page_status(url, SITE, secret) == 401
-        found.process.terminate()
-        assert found.wait() == 0
-
-
-def test_a_site_may_not_change_the_run_of_a_bucket(
-    server: Serving, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written = WrittenRun()
-    written.rounds(1)
-    written.write(server.join_file("syncer"))
-    try:
-        join = str(server.join_file(SITE))
-        assert main(["status", "--join", join]) == 0
-        assert "run r: running" in capsys.readouterr().out
-        for words in (["leave", "a"], ["evict", "a"], ["change", "slots", "9"]):
-            assert main([*words, "--join", join]) == USER_ERROR
-            said = capsys.readouterr().err
-            assert "only the owner of the run may change it, or ask islands to leave" in said
-            assert said.count("\n") == 1
-    finally:
-        store = open_store(server.join_file("syncer"), writes=None)
-        for entry in store.list(""):
-            store.delete(entry.name)
-        store.close()
 
 
 # --- logins ---------------------------------------------------------------------------------------
