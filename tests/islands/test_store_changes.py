@@ -32,7 +32,7 @@ def training(folder: Path, *names: str) -> Iterator[list[Trainee]]:
     ]
     began = threading.Barrier(len(names) + 1)
     for one in islands:
-        one.on_step = lambda step: began.wait(60) if step == 3 else None  # type: ignore[assignment, func-returns-value]
+        one.on_step = lambda step: began.wait(60) if step == 3 else None  # type: ignore[assignment]
     with syncer(folder / "store", folder / "scratch"):
         for one in islands:
             one.thread.start()

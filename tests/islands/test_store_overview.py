@@ -1,6 +1,7 @@
 """What people see of a run in a store: what it says of any decision, notes and history."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from torchtitan_diloco.islands_store import history
 from torchtitan_diloco.islands_store.decision import BARRED, LEAVE, SICK, Decision
 from torchtitan_diloco.islands_store.note import Note, decode_note
 from torchtitan_diloco.islands_store.presence import SILENT
+from torchtitan_diloco.store import AwayError
 
 SOON = 20.0
 
@@ -299,6 +301,30 @@ def test_status_prints_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "run r: running; store: ok" in capsys.readouterr().out
 
 
+def test_watch_goes_on_without_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = WrittenRun()
+    run.rounds(1)
+    run.write(tmp_path / "store")
+    refreshed = list[float]()
+
+    def sleep(seconds: float) -> None:
+        refreshed.append(seconds)
+        if len(refreshed) == 1:
+            (tmp_path / "store").rename(tmp_path / "away")
+            (tmp_path / "store").mkdir()
+        if len(refreshed) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(store_reader, "PATIENCE", 0.0)
+    monkeypatch.setattr("torchtitan_diloco.islands.store_reader.time.sleep", sleep)
+    assert main(["watch", "--join", str(tmp_path / "store")]) == 128 + signal.SIGINT
+    shown = capsys.readouterr().out.split("run r: ")[1:]
+    assert ["store: ok" in text for text in shown] == [True, False, False]
+    assert all("40 of" in text or "20 of" in text for text in shown), "what was read before"
+
+
 def test_status_says_that_no_syncer_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,7 +348,7 @@ def test_a_store_that_goes_away_is_said(tmp_path: Path) -> None:
         folder.rename(tmp_path / "away")
         folder.mkdir()
         for _ in range(2):
-            with pytest.raises(store_reader.AwayError):
+            with pytest.raises(AwayError):
                 reader.read()
         found = reader.overview()
         assert found["connection"].startswith("cannot be reached since")

@@ -17,6 +17,7 @@ from torchtitan_diloco.diagnosis.kinds import ALL, Kind
 from torchtitan_diloco.diagnosis.verdicts import Judge, Observation
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
 from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Action, Vitals
+from torchtitan_diloco.diloco.witness import STILL_SECONDS
 from torchtitan_diloco.islands.gauges import Gauges
 from torchtitan_diloco.islands.reports import KINDS, code_of, kind_of, reports_of
 from torchtitan_diloco.islands.store_witness import (
@@ -26,7 +27,7 @@ from torchtitan_diloco.islands.store_witness import (
     Actions,
     StoreWitness,
 )
-from torchtitan_diloco.islands.transfers import STILL_SECONDS, Transfers
+from torchtitan_diloco.islands.transfers import Transfers
 from torchtitan_diloco.islands_store import note as notes
 from torchtitan_diloco.islands_store.decision import SICK, Fate
 from torchtitan_diloco.islands_store.note import decode_note

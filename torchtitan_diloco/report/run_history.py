@@ -37,13 +37,16 @@ class RunHistory:
 
 def read_history(location: str) -> RunHistory:
     """Read the history of a run from its location, or its join file."""
-    if is_location(location):
-        return _read_store(location)
+    path = Path(location)
     try:
+        if is_location(location):
+            return _read_store(location)
         join = Join.parse(location)
     except UserError as error:
-        remedy = f"{RUN_REMEDY}, or the location of a run of islands"
-        raise no_run(Path(location), "join string", remedy) from error
+        if path.is_file() and path.suffix != ".toml":  # which is no join file
+            remedy = f"{RUN_REMEDY}, or the location of a run of islands"
+            raise no_run(path, "join string", remedy) from error
+        raise
     with reader.open_reader(join, whole=True) as log:
         log.read(reader.LISTEN_SECONDS)  # to hear the loss
         found = log.overview()
