@@ -60,6 +60,7 @@ ELSEWHERE = {
     ("islands.md", "site-a$"): "three machines; tests/test_two_sites.py",
     ("islands.md", "store$"): "two machines; tests/islands/test_bucket_server.py",
     ("islands.md", "node-0$"): "three machines; tests/islands/test_store_run.py",
+    ("islands.md", "islands evict b"): "a run; tests/islands/test_store_changes.py",
     ("launching.md", "doctor"): "two machines; tests/machines/test_doctor.py",
     ("launching.md", "NNODES=3"): "three machines; two nodes: tests/launching/test_launch.py",
     (

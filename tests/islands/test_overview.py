@@ -19,16 +19,11 @@ from tests.islands.test_simulation import FAULTS, inject
 from tests.islands.written import Log
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Gauges, Hint, Members, Numbers
-from torchtitan_diloco.islands.overview import (
-    MOST_POINTS,
-    History,
-    Stay,
-    append_thinned,
-    overview,
-    render,
-)
-from torchtitan_diloco.islands.page import html_page, metrics
+from torchtitan_diloco.islands.overview import History, overview
+from torchtitan_diloco.islands.page_server import html_page, metrics
 from torchtitan_diloco.islands.records import Give, name_of
+from torchtitan_diloco.islands.stays import MOST_POINTS, Stay, append_thinned
+from torchtitan_diloco.islands.tables import render
 
 SAMPLE = re.compile(
     r'[a-z_]+(?:\{(?:island|fragment)="(?:[^"\\]|\\.)*"\})? -?\d+(\.\d+)?(e[-+]\d+)?'
@@ -70,10 +65,10 @@ def test_any_run_adds_up(faults: list[tuple[float, str]], seed: int) -> None:
     again = overview(State.decode(state.encode()), members, history, 8.0, float(end))
     assert found == again, "it follows from the state"
     json.loads(json.dumps(found), parse_constant=pytest.fail)
-    render({"run": "r", "connection": "ok"} | found)
+    render({"run": "r", "connection": "ok"} | found, "server")
 
     assert {key: stay.parts for key, stay in history.stays.items() if stay.parts} == parts
-    late = sum(len(stay.late) for stay in history.stays.values())
+    late = sum(stay.late_parts for stay in history.stays.values())
     assert end < len(world.log) or late == sum(versions > 0 for versions in world.late)
     for stay in history.stays.values():
         assert all(before[1] < after[0] for before, after in pairwise(stay.spans))
@@ -230,7 +225,7 @@ def test_metrics_can_be_parsed_and_names_are_escaped() -> None:
     assert r'islands_island_trains{island="a\"<b>\\"} 0.0' in samples
     assert "islands_run_loss 2.5" in samples
     assert "joiner" not in "".join(samples), "labels are bounded"
-    page = html_page(found, history, 100.0)
+    page = html_page(found, list(history.stays.values()), history.losses, at=100.0)
     assert "<b>\\" not in page.replace("<b>a</b>", "")
     assert "a&#34;&lt;b&gt;\\" in page
     assert "joiner49" in page

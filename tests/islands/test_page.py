@@ -21,7 +21,8 @@ from tests.islands.written import Log
 from tests.report.test_page_in_browser import BROWSER, PHONE, measure
 from torchtitan_diloco.base.user import USER_ERROR, UserError
 from torchtitan_diloco.islands.members import Hint, Numbers
-from torchtitan_diloco.islands.page import PageServer, html_page, page_address
+from torchtitan_diloco.islands.page import PageServer
+from torchtitan_diloco.islands.page_server import html_page, page_address
 from torchtitan_diloco.islands.reader import open_reader
 from torchtitan_diloco.islands.server import Server
 from torchtitan_diloco.report.page import html_page as report_page
@@ -187,7 +188,10 @@ def test_the_page_fits_a_telephone(server: Server, tmp_path: Path) -> None:
     with open_reader(server.join) as reader:
         reader.read(1.0)
         reader.history.losses += [(10.0 * n, 3 / (1 + n)) for n in range(9)]
-        text = html_page(reader.overview(), reader.history, reader.history.stays["a"].spans[0][0])
+        history = reader.history
+        began = history.stays["a"].spans[0][0]
+        stays = list(history.stays.values())
+        text = html_page(reader.overview(), stays, history.losses, at=began)
     for number in range(2):
         (tmp_path / f"report{number}.html").write_text(text.replace('http-equiv="refresh"', ""))
     for seen in measure(tmp_path, PHONE):

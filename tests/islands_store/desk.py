@@ -16,7 +16,7 @@ from torchtitan_diloco.islands_store.decision import (
     decode_decision,
 )
 from torchtitan_diloco.islands_store.fields import Shape
-from torchtitan_diloco.islands_store.history import Bin, decode_bin
+from torchtitan_diloco.islands_store.history import Bin, decode_bin, encode_bin
 from torchtitan_diloco.islands_store.jobs import (
     Commit,
     Delete,
@@ -76,9 +76,10 @@ def founded(owners: tuple[str, ...] = (A, B), fragments: int = 1, **changed: Any
 
 
 class Desk:
-    def __init__(self, state: Decision) -> None:
+    def __init__(self, state: Decision, wall: float = 0.0) -> None:
+        """`wall`: time of day at the start."""
         self.now = 0.0
-        self.syncer = Syncer(state, "session", self.now, 0.0)
+        self.syncer = Syncer(state, "session", self.now, wall)
         self.decisions = [state]
         self.merges: list[Merge] = []
         self.deleted: list[str] = []
@@ -89,6 +90,8 @@ class Desk:
         self.merges_last, self.is_finite = False, True
         """Whether merges do not end for now, and whether they are finite."""
         self.norm: float | Fate = 1.0
+        self.notes: dict[str, bytes] = {}
+        """Newest note of each incarnation."""
         self._counters: dict[str, int] = {}
         self.pass_time(0.0)
 
@@ -108,7 +111,8 @@ class Desk:
             for one in parts
         ]
         fields = {"counter": counter, "step_seconds": 0.1, **fields}
-        self.syncer.on_note(incarnation, encode_note(Note(parts=raws, **fields)))
+        self.notes[incarnation] = encode_note(Note(parts=raws, **fields))
+        self.syncer.on_note(incarnation, self.notes[incarnation])
 
     def part(self, slot: int, samples: int = 10, **changed: Any) -> Part:
         """Return the next part of a slot."""
@@ -161,8 +165,9 @@ class Desk:
             case Settle():
                 self.settled.append(job)
             case Record():
-                assert job.number == len(self.history)
-                self.history.append(decode_bin(job.content))
+                if job.number == len(self.history):
+                    self.history.append(decode_bin(job.content))
+                assert encode_bin(self.history[job.number]) == job.content, "once, or the same"
                 syncer.on_recorded(job.number)
             case Delete():
                 self.deleted += job.names

@@ -6,10 +6,11 @@
 .venv/bin/torchtitan-diloco islands sync LOCATION
 .venv/bin/torchtitan-diloco islands site NAME --folder DIR
 .venv/bin/torchtitan-diloco islands check DIR
-.venv/bin/torchtitan-diloco islands status --join STRING
-.venv/bin/torchtitan-diloco islands watch --join STRING
-.venv/bin/torchtitan-diloco islands leave NAME --join STRING
-.venv/bin/torchtitan-diloco islands change KEY VALUE --join STRING
+.venv/bin/torchtitan-diloco islands status --join LOCATION
+.venv/bin/torchtitan-diloco islands watch --join LOCATION
+.venv/bin/torchtitan-diloco islands change KEY VALUE --join LOCATION
+.venv/bin/torchtitan-diloco islands leave NAME --join LOCATION
+.venv/bin/torchtitan-diloco islands evict NAME --join LOCATION
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -32,19 +34,21 @@ from torchtitan_diloco.base.user import (
     command_line,
     install_command,
 )
+from torchtitan_diloco.islands import store_changes, store_reader
 from torchtitan_diloco.islands.bucket_folder import BucketFolder, Change
-from torchtitan_diloco.islands.changes import CHANGEABLE, parse_change, parse_value, settings_of
+from torchtitan_diloco.islands.changes import parse_change, parse_value, settings_of
 from torchtitan_diloco.islands.children import SCRATCH
-from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.config import Join, is_location
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.page import PageServer, page_address
 from torchtitan_diloco.islands.reader import open_reader, print_status
 from torchtitan_diloco.islands.records import Close, Leave, encode, name_of
 from torchtitan_diloco.islands.server import Server, free_port, make_streams, open_folder
 from torchtitan_diloco.islands.server_folder import ISLAND, LOOPBACK, Folder
 from torchtitan_diloco.islands.session import REMEDY, GapError, TrimmedError
+from torchtitan_diloco.islands.store_changes import ADMIT
+from torchtitan_diloco.islands.store_settings import KEYS
 
 LEAVE_SECONDS, CHANGE_SECONDS, CHECK_SECONDS = 60.0, 10.0, 600.0
 say = partial(print, flush=True)
@@ -53,7 +57,7 @@ say = partial(print, flush=True)
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        if "join" in options:
+        if "join" in options and not is_location(options.join):
             options.join = Join.parse(options.join)
         is_good = options.act(options)
     except ValueError as error:
@@ -86,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     sync.add_argument("--threads", type=int, default=1, help=cores)
     folder = f"folder for the newest versions in fp32 (default: {SCRATCH})"
     sync.add_argument("--scratch", type=Path, default=SCRATCH, help=folder)
+    page = "serve a page about the run, and /metrics, to this machine"
+    sync.add_argument("--http", metavar="PORT", help=page)
     site = add("site", _change_site, "give a site its own login, or remove it")
     site.add_argument(
         "words", nargs="+", metavar="[FOLDER] NAME", help="folder of a bucket, and name of the site"
@@ -109,18 +115,20 @@ def _parser() -> argparse.ArgumentParser:
     watch.set_defaults(json=False, repeat=True)
     leave = add("leave", _ask_to_leave, "ask an island to send its work and leave")
     leave.add_argument("name", help="islands.name of the island")
+    evict = add("evict", _evict, "take the slot of an island, and refuse its name from then on")
+    evict.add_argument("name", help="islands.name of the island")
     change = add("change", _change, "change a setting during the run")
-    change.add_argument("key", help=f"one of {', '.join(CHANGEABLE)}")
-    change.add_argument("value", help="its new value")
+    change.add_argument("key", help=f"one of {', '.join(KEYS)}; or {ADMIT}")
+    change.add_argument("value", help=f"its new value; for {ADMIT}, an island that was evicted")
     make = add("make", _make, "create the streams of a run on your own servers")
     replicas = "number of servers that store each stream"
     make.add_argument("--replicas", type=int, choices=range(1, 6), default=1, help=replicas)
     make.add_argument("--keep-gb", type=float, default=20.0, help=KEEP)
-    for command in (status, watch, leave, change, make):
+    for command in (status, watch, leave, evict, change, make):
         command.add_argument(
             "--join",
             required=True,
-            help="join string written by `serve`, or a file that contains it",
+            help="where the run is: a folder, a join file, s3://, gs:// or az://",
         )
     return parser
 
@@ -139,16 +147,16 @@ def _add_server_arguments(parser: Parser) -> None:
     both.add_argument(
         "--port", type=int, help="TCP port to listen on (default: 8333; of a log, 4222)"
     )
+    where = "(default: only to this machine, without TLS)"
+    both.add_argument(
+        "--http", metavar="[HOST:]PORT", help=f"serve a page about the run, and /metrics {where}"
+    )
     log = parser.add_argument_group("the log of a run")
     log.add_argument(
         "--folder", type=Path, help="a new folder, or the folder of the run to continue"
     )
     log.add_argument("--run", help="name of the run (default: a random one)")
     log.add_argument("--keep-gb", type=float, help=KEEP)
-    where = "(default: only to this machine, without TLS)"
-    log.add_argument(
-        "--http", metavar="[HOST:]PORT", help=f"serve a page about the run, and /metrics {where}"
-    )
 
 
 # --- the server and its folder --------------------------------------------------------------------
@@ -159,6 +167,8 @@ def _serve(options: argparse.Namespace) -> None:
         raise UserError("give either FOLDER, to serve a bucket, or --folder, to serve a log")
     if options.bucket is not None:
         _serve_bucket(options)
+    from torchtitan_diloco.islands.page import PageServer, page_address
+
     address = page_address(options.http) if options.http else None
     _exit_on_signals()
     names = "run", "host", "port", "address", "keep_gb"
@@ -185,7 +195,7 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _serve_bucket(options: argparse.Namespace) -> NoReturn:
-    for name in ("run", "keep_gb", "http"):
+    for name in ("run", "keep_gb"):
         if vars(options)[name] is not None:
             raise UserError(f"--{name.replace('_', '-')} is only for a log: leave it out")
     try:
@@ -199,6 +209,7 @@ def _serve_bucket(options: argparse.Namespace) -> NoReturn:
         host=options.host,
         port=options.port,
         with_syncer=not options.no_syncer,
+        http=options.http,
         say=say,
     )
 
@@ -229,13 +240,19 @@ def _sync(options: argparse.Namespace) -> None:
 
     if options.threads < 1:
         raise UserError(f"--threads {options.threads}: give at least 1")
-    sync(
-        options.location,
-        options.scratch,
-        threads=options.threads,
-        stays=options.stay,
-        say=say,
-    )
+    with ExitStack() as stack:
+        if options.http is not None:
+            from torchtitan_diloco.islands.store_page import serve_page
+
+            page = stack.enter_context(closing(serve_page(options.location, options.http)))
+            say(f"page of the run: {page.url}")
+        sync(
+            options.location,
+            options.scratch,
+            threads=options.threads,
+            stays=options.stay,
+            say=say,
+        )
 
 
 def _change_site(options: argparse.Namespace) -> None:
@@ -337,12 +354,19 @@ def _make(options: argparse.Namespace) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
-    print_status(options.join, as_json=options.json, repeat="repeat" in options)
+    repeat = "repeat" in options
+    if isinstance(options.join, str):
+        store_reader.print_status(options.join, as_json=options.json, repeat=repeat)
+        return
+    print_status(options.join, as_json=options.json, repeat=repeat)
 
 
 def _ask_to_leave(options: argparse.Namespace) -> None:
     """Ask an island to leave and wait until its slot is free."""
     name = options.name
+    if isinstance(options.join, str):
+        store_changes.leave(options.join, name)
+        return
     with open_reader(options.join) as reader:
         if reader.state.ended:
             raise UserError(f"island {name} cannot leave: the run {reader.state.run} has ended")
@@ -366,9 +390,18 @@ def _ask_to_leave(options: argparse.Namespace) -> None:
         print(f"{name} has left")
 
 
+def _evict(options: argparse.Namespace) -> None:
+    if not isinstance(options.join, str):
+        raise UserError("the islands of a run with a log evict an island by votes: islands.action")
+    store_changes.evict(options.join, options.name)
+
+
 def _change(options: argparse.Namespace) -> None:
     """Append a change, and wait until it is read back."""
     key, value = options.key, options.value
+    if isinstance(options.join, str):
+        store_changes.change(options.join, key, value)
+        return
     parse_value(key, value)  # refuses a mistake without a connection
     outcomes = list[Outcome]()
     with open_reader(options.join, outcomes.append) as reader:

@@ -22,6 +22,7 @@ from torchtitan_diloco.islands.bucket_folder import (
     open_folder,
 )
 from torchtitan_diloco.islands.children import SYNCER_SECONDS, Child, Say, syncer_of
+from torchtitan_diloco.islands.page_server import Certificate, PageServer, page_address
 from torchtitan_diloco.islands.seaweed import (
     FREE_PERCENT,
     VOLUME_MB,
@@ -29,6 +30,7 @@ from torchtitan_diloco.islands.seaweed import (
     check_port,
     find_weed,
 )
+from torchtitan_diloco.islands.store_page import StorePages
 from torchtitan_diloco.store import Store, StoreError
 from torchtitan_diloco.store.bucket import Bucket
 from torchtitan_diloco.store.errors import PassingError
@@ -210,12 +212,14 @@ def serve(
     host: str | None,
     port: int | None,
     with_syncer: bool,
+    http: str | None,
     say: Say,
 ) -> NoReturn:
     """Serve the bucket of a folder until a signal comes.
 
-    `with_syncer`: decide for the run in it, too.
+    `with_syncer`: decide for the run in it, too. `http`: [HOST:]PORT of a page about the run.
     """
+    page_at = None if http is None else page_address(http)
     check_cryptography()
     find_weed()  # before a folder is made
     folder = open_folder(path, address=address, host=host, port=port)
@@ -223,9 +227,12 @@ def serve(
         check_port(folder.settings.host, folder.settings.port)
         folder.save_settings()
         server = BucketServer(folder, Seaweed(folder), with_syncer=with_syncer, say=say)
+        page: PageServer | None = None
         try:
             say(f"starting SeaweedFS in {folder.path}")
             server.start()
+            if page_at is not None:
+                page = _serve_page(folder, *page_at)
             say(
                 f"the bucket {BUCKET} is at {folder.endpoint}; join files: "
                 f"{folder.join_file(OWNER)} of its owner, and those of the sites "
@@ -233,9 +240,27 @@ def serve(
             )
             if with_syncer:
                 say(f"the syncer decides for the run in {folder.join_file(SYNCER)}")
+            if page is not None:
+                say(
+                    f"page of the run: {page.url}, for the logins of the join files "
+                    "(access_key_id) and their secrets (secret_access_key)"
+                )
             server.keep_running()
         finally:
             handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+            if page is not None:
+                page.close()
             server.stop()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+
+def _serve_page(folder: BucketFolder, host: str, port: int) -> PageServer:
+    """Serve the page of the run in a bucket, with the logins of that bucket."""
+    return PageServer(
+        StorePages(folder.join_file(SYNCER)),
+        host,
+        port,
+        logins=folder.logins,
+        certificate=Certificate(folder.server / "s3.pem", folder.server / "s3-key.pem"),
+    )

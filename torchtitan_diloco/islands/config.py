@@ -5,6 +5,7 @@ import binascii
 import hashlib
 import ipaddress
 import re
+import shlex
 import ssl
 from collections.abc import Mapping
 from contextlib import suppress
@@ -155,6 +156,12 @@ def run_of(join: str) -> str:
     return f"store-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
+def site_of(join: str) -> str:
+    """Return the login in a join file of a bucket, or nothing for any other location."""
+    path = Path(join).expanduser()
+    return read_join_file(path).name if "://" not in join and path.is_file() else ""
+
+
 def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, DiLoCoConfig]:
     """Check the settings of an island in your own loop, and return the settings to use."""
     check_class(config, "diloco", DiLoCoConfig)
@@ -185,7 +192,8 @@ def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, 
 
 def change_commands(islands: Islands, settings: Mapping[str, object]) -> str:
     """Return the commands that change settings of the run, without the password of a string."""
-    join = islands.join if _is_file(islands.join) else "join.txt"
+    is_shown = is_location(islands.join) or _is_file(islands.join)
+    join = shlex.quote(islands.join) if is_shown else "join.txt"
     command = command_line("islands")
     lines = [f"{command} change {key} {value} --join {join}" for key, value in settings.items()]
     return " && ".join(lines)

@@ -32,12 +32,19 @@ from torchtitan_diloco.islands.founding import store_copies
 from torchtitan_diloco.islands.instructions import Instructions
 from torchtitan_diloco.islands.payload import HEADER_BYTES, memory_of
 from torchtitan_diloco.islands.runs import Decisions, Run
+from torchtitan_diloco.islands.transfers import Transfers
 from torchtitan_diloco.islands_store.commit import CallFailedError
 from torchtitan_diloco.islands_store.fields import MalformedError
 from torchtitan_diloco.islands_store.founding import encode_founding
 from torchtitan_diloco.islands_store.fragment import Apply
 from torchtitan_diloco.islands_store.island import Island
-from torchtitan_diloco.islands_store.names import ISLAND, Object, founding_name, part_name
+from torchtitan_diloco.islands_store.names import (
+    ISLAND,
+    VERSION,
+    Object,
+    founding_name,
+    part_name,
+)
 from torchtitan_diloco.islands_store.note import Gauges, Part
 from torchtitan_diloco.islands_store.settings import RATES
 from torchtitan_diloco.store import AwayError, DamagedError, FullError, Kind
@@ -90,6 +97,7 @@ class Link:
         self.machine = machine
         self.gauges: Callable[[], Gauges] = Gauges
         """Returns values for users, for the next note."""
+        self.transfers = Transfers(len(checksums))
         self.read_at = time.monotonic()
         """Time at which the store was last read."""
         self._copies = copies
@@ -306,6 +314,7 @@ class Link:
                         return
                     continue
             most = HEADER_BYTES + 4 * self._copies.values(stored.fragment)
+            began = time.monotonic()
             try:
                 content = self.run.large.get(stored.name, most)
             except AwayError as error:
@@ -321,6 +330,8 @@ class Link:
                     self.machine.on_missing(stored)
                 self._sleep(LOOK)
                 continue
+            if stored.kind == VERSION:  # others are larger, and not part of a cycle
+                self.transfers.add_download(stored.fragment, time.monotonic() - began)
             self._prepare(stored, content)
 
     def _prepare(self, stored: Object, content: bytearray) -> None:
@@ -376,8 +387,9 @@ class Link:
                 name = part_name(self.machine.incarnation, part.fragment, part.number)
                 content = memory_of(payload)
                 size = len(content)
-                while not self._try(lambda: self.run.large.create(name, content, resume=True)):  # noqa: B023
-                    self._sleep(AGAIN_SECONDS)
+                with self.transfers.upload(part.fragment, size):
+                    while not self._try(lambda: self.run.large.create(name, content, resume=True)):  # noqa: B023
+                        self._sleep(AGAIN_SECONDS)
             with self._changed:
                 now = time.monotonic()
                 self.machine.on_stored(part, size, now, is_finite=payload is not None)
@@ -416,3 +428,10 @@ class Link:
     def away_seconds(self) -> float:
         """Seconds since the store was last read."""
         return max(0.0, time.monotonic() - self.read_at)
+
+    @property
+    def stuck_seconds(self) -> float:
+        """Seconds for which an upload has made no progress, although the store is there, or 0."""
+        large = self.run.large
+        stuck = self.transfers.stuck_seconds(large.stored_at, large.in_flight_bytes)
+        return stuck if self.away_seconds < STILL_SECONDS else 0.0

@@ -6,11 +6,9 @@ Command line, page, metrics and report show its numbers.
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_diloco.base.formatting import brief, clock, markdown_table
 from torchtitan_diloco.diloco.vitals import STOPPED
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
@@ -26,53 +24,14 @@ from torchtitan_diloco.islands.records import (
     Take,
     name_of,
 )
+from torchtitan_diloco.islands.stays import Stay
 
-MOST_NEWS, MOST_POINTS, MOST_STAYS = 50, 1000, 200
-"""Number of news, points of a curve, and ended incarnations to keep."""
-LEAST_GAP, GAP_FACTOR = 5.0, 5.0
-"""An island was away if it sent nothing for these seconds, and for this multiple of the usual
-time."""
-TABLES = {"islands": "islands", "rounds of fragments": "fragments", "samples of slots": "slots"}
-FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "heard_seconds_ago": ("heard", "{:.0f} s ago".format),
-    "loss": ("loss", "{:.4f}".format),
-    "merged_seconds_ago": ("merged", "{:.1f} s ago".format),
-    "open_seconds": ("open for", brief),
-    "part_in_rounds": ("in rounds", "{:.0%}".format),
-    "round_trip_seconds": ("round trip", brief),
-    "tokens_per_second": ("tokens/s", "{:,}".format),
-    "upload_bytes_per_second": ("upload", lambda rate: f"{8e-6 * rate:.3g} Mbit/s"),
-    "waited": ("waited", "{:.0%}".format),
-}
-"""Heading and format of the columns that are not shown unchanged."""
-HIDDEN = {"for_seconds", "incarnation", "tokens", "caught_up", "leaving"}
-"""Keys for programs, which users see elsewhere."""
+MOST_NEWS, MOST_STAYS = 50, 200
+"""Number of news and ended incarnations to keep."""
 NUMBERS = [key for key in Numbers.__struct_fields__ if key not in ("validated", "vitals", "says")]
 """Keys of a heartbeat that are columns."""
 
 # --- history --------------------------------------------------------------------------------------
-
-
-@dataclass
-class Stay:
-    """One incarnation of an island, from its records. Times are in seconds since 1970."""
-
-    name: str
-    spans: list[list[float]]  # beginnings and ends of the times in which it gave signs of life
-    ended: str = ""  # how, empty while it takes part
-    parts: int = 0  # in entries
-    late: list[float] = field(default_factory=list)
-    """Times of the entries that merged a part one or more versions late."""
-    _usual: float = math.inf
-
-    def see(self, at: float) -> None:
-        """Record a sign of life. Call this in the order of time."""
-        gap, last = at - self.spans[-1][1], self.spans[-1]
-        if gap > max(LEAST_GAP, GAP_FACTOR * self._usual):
-            self.spans.append([at, at])
-            return
-        last[1] = max(last[1], at)
-        self._usual = gap if math.isinf(self._usual) else 0.9 * self._usual + 0.1 * gap
 
 
 @dataclass
@@ -110,7 +69,7 @@ class History:
                     if stay := self.stays.get(part.incarnation):
                         stay.parts += 1
                         if part.base < record.version - 1:
-                            append_thinned(stay.late, at)
+                            stay.add_late(at)
                 self.news += [(at, text) for text in outcome.entry.left_out()]
             case Evict():
                 vote = f"votes to evict {name_of(record.target)}, because it {record.reason}"
@@ -132,13 +91,6 @@ class History:
         ended = [key for key, one in self.stays.items() if one.ended]
         for key in ended[:-MOST_STAYS]:
             del self.stays[key]
-
-
-def append_thinned(points: list[Any], point: Any) -> None:
-    """Append a point. If there are too many, drop every other one."""
-    points.append(point)
-    if len(points) > MOST_POINTS:
-        del points[1::2]
 
 
 # --- the present ----------------------------------------------------------------------------------
@@ -167,7 +119,7 @@ class _Moment:
             row |= {"caught_up": hint.caught_up, "leaving": hint.leaving}
         return row | {
             "part_in_rounds": share,
-            "late_parts": None if stay is None else len(stay.late),
+            "late_parts": None if stay is None else stay.late_parts,
             "heard_seconds_ago": None if member is None else _ago(self.now, member.heard),
             "incarnation": name,
         }
@@ -287,65 +239,3 @@ def _ago(now: float, before: float) -> float:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# --- text -----------------------------------------------------------------------------------------
-
-
-def headline(found: dict[str, Any]) -> dict[str, str]:
-    """Return the numbers of the whole run by name."""
-    merged, total, last = found["tokens_merged"], found["total_tokens"], found["last_merged"]
-    lines = {}
-    if total:
-        lines["tokens merged"] = f"{merged:,} of {total:,} ({merged / total:.1%})"
-    if rate := found["tokens_per_second"]:
-        left = found["eta_seconds"]
-        lines["speed"] = f"{rate:,} tokens/s" + ("" if left is None else f", ETA {clock(left)}")
-    if last:
-        version = f"version {last['version']} of fragment {last['fragment']}"
-        lines["last merged"] = f"{version}, {clock(last['seconds_ago'])} ago"
-    if found["loss"] is not None:
-        place = f"at {found['loss_at_tokens']:,} tokens"
-        lines["loss of the shared model"] = f"{found['loss']:.4f} {place}"
-    if found["verdicts"]:
-        lines["verdicts"] = ", ".join(found["verdicts"])
-    if found["kept_samples"] is not None:
-        lines["kept samples"] = f"{found['kept_samples']:.1%} of those merged, lost or read twice"
-    return lines
-
-
-def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the names of the columns that have a value, in the order of the rows' keys, and the
-    cells."""
-    keys = [name for name in (rows[0] if rows else ()) if name not in HIDDEN]
-    names = [name for name in keys if any(row[name] is not None for row in rows)]
-    cells = [[_cell(name, row) for name in names] for row in rows]
-    return [FORMS[name][0] if name in FORMS else name.replace("_", " ") for name in names], cells
-
-
-def _cell(name: str, row: dict[str, Any]) -> str:
-    value = row.get(name)
-    if name == "doing" and row["for_seconds"] is not None:
-        return f"{value} for {clock(row['for_seconds'])}"
-    match value:
-        case None | []:
-            return "-"
-        case _ if name in FORMS:
-            return FORMS[name][1](value)
-        case bool():
-            return "yes" if value else "no"
-        case list():
-            return ", ".join(value)
-        case int():
-            return f"{value:,}"
-    return str(value)
-
-
-def render(found: dict[str, Any]) -> str:
-    """Return the numbers as text for a terminal."""
-    lines = [f"run {found['run']}: {found['phase']}; server: {found['connection']}"]
-    lines += [f"{name}: {text}" for name, text in headline(found).items()]
-    for title, key in TABLES.items():
-        names, cells = table(found[key])
-        lines += ["", title, markdown_table(names, cells) if cells else "none"]
-    return "\n".join(lines)

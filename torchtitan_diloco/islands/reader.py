@@ -14,7 +14,9 @@ from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.overview import History, append_thinned, overview, render
+from torchtitan_diloco.islands.overview import History, overview
+from torchtitan_diloco.islands.stays import append_thinned
+from torchtitan_diloco.islands.tables import render
 
 LISTEN_SECONDS = 3.0
 """Seconds to receive heartbeats before the first output."""
@@ -99,7 +101,7 @@ def print_status(join: Join, *, as_json: bool, repeat: bool) -> None:
         while True:
             found = reader.overview()
             clear = CLEAR * (repeat and sys.stdout.isatty())
-            print(clear + (json.dumps(found) if as_json else render(found)), flush=True)
+            print(clear + (json.dumps(found) if as_json else render(found, "server")), flush=True)
             if not repeat:
                 return
             reader.read(REFRESH_SECONDS)

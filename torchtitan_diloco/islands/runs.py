@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan_diloco.islands_store.commit import (
@@ -14,6 +15,7 @@ from torchtitan_diloco.islands_store.commit import (
     Reader,
 )
 from torchtitan_diloco.islands_store.decision import Decision, decode_decision
+from torchtitan_diloco.islands_store.names import RUN, run_number
 from torchtitan_diloco.store import AwayError, LargeObjects, Store
 
 STREAMS = 8
@@ -24,13 +26,15 @@ Result = TypeVar("Result")
 class Run:
     """The objects of a run. Any thread may use this."""
 
-    def __init__(self, store: Store, streams: int = STREAMS) -> None:
-        """`streams`: number of chunks of large objects in flight at a time."""
+    def __init__(self, store: Store, streams: int = STREAMS, patience: float = 0.0) -> None:
+        """`streams`: number of chunks of large objects in flight at a time. `patience`: seconds for
+        which a call of a small object is repeated."""
         self.store = store
         self.location = store.location
         self.large = LargeObjects(store, streams)
-        self.brief = store.with_patience(0.0)
-        """The same store, for threads that repeat a failed call themselves."""
+        self.brief = store.with_patience(patience)
+        """The same store for small objects, by default for threads that repeat a failed call
+        themselves."""
 
     def drive(
         self, calls: Generator[Call, Any, Result], sleep: Callable[[float], None] = time.sleep
@@ -94,3 +98,11 @@ class Decisions:
         and a MalformedError for damaged bytes."""
         content = self._run.drive(self._reader.read(time.monotonic()))
         return None if content is None else decode_decision(content, self._reader.number)
+
+
+def is_run_in_folder(folder: Path) -> bool:
+    """Return whether a folder is the store of a run, and not the folder of its records."""
+    decisions = folder / RUN
+    return decisions.is_dir() and any(
+        run_number(RUN + path.name) is not None for path in decisions.iterdir()
+    )

@@ -12,6 +12,7 @@ from torchtitan_diloco.base.user import LOCAL_ISLANDS, RunOverError, command_lin
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS
 from torchtitan_diloco.diloco.witness import STILL_SECONDS
 from torchtitan_diloco.islands.link import Link
+from torchtitan_diloco.islands.store_witness import StoreWitness
 from torchtitan_diloco.islands_store.island import Island
 from torchtitan_diloco.islands_store.names import name_of
 
@@ -69,7 +70,9 @@ def raise_if_ended(join: str, machine: Island) -> None:
 class WaitLog:
     """Logs what training waits for, at growing intervals."""
 
-    def __init__(self) -> None:
+    def __init__(self, witness: StoreWitness) -> None:
+        """`witness`: its watcher is told about the islands that are missing."""
+        self._witness = witness
         self._said_seconds = 0.0
 
     def say(self, link: Link | None, since: float, usual: str) -> None:
@@ -81,6 +84,9 @@ class WaitLog:
         if link is None:
             return
         waited = time.monotonic() - since
+        watcher = self._witness.watcher
+        if waited >= STILL_SECONDS and watcher is not None:
+            watcher.missing(self._witness.late())
         if waited < STILL_SECONDS:
             self._said_seconds = 0.0
         elif waited > max(LATE_SECONDS, 2 * self._said_seconds):

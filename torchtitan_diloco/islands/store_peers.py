@@ -34,13 +34,13 @@ from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.state_dict import SHARED, FragmentFacts, OuterFacts, SavedState
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.diloco.witness import Witness
 from torchtitan_diloco.islands.config import (
     Islands,
     change_commands,
     checked_count,
     own_loop_settings,
+    site_of,
 )
 from torchtitan_diloco.islands.followers import SharedCopies, collect_part
 from torchtitan_diloco.islands.founding import (
@@ -66,6 +66,7 @@ from torchtitan_diloco.islands.store_joining import (
     take_seat,
 )
 from torchtitan_diloco.islands.store_settings import in_diloco
+from torchtitan_diloco.islands.store_witness import StoreWitness
 from torchtitan_diloco.islands_store import fragment as rules
 from torchtitan_diloco.islands_store import note as notes
 from torchtitan_diloco.islands_store.checkpoint import Saved
@@ -80,7 +81,7 @@ AWAY_SECONDS = 10.0
 """Seconds without the store after which an island that leaves gives up."""
 
 
-class StorePeers(Peers, Witness):
+class StorePeers(Peers):
     """The other islands of a run in a store."""
 
     makes_outer_steps = False
@@ -145,7 +146,8 @@ class StorePeers(Peers, Witness):
         self._durations = deque[float](maxlen=STEP_TIMES)
         self._boundary_at = math.nan
         self._used: Settings | None = None
-        self._waits = WaitLog()
+        self._witness = StoreWitness(islands.name, self.gauges)
+        self._waits = WaitLog(self._witness)
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -239,7 +241,9 @@ class StorePeers(Peers, Witness):
             ranks=self._ranks.size,
         )
         link = Link(Run(store, self.config.link.streams), machine, self._copies, checksums)
-        link.gauges = partial(self.gauges.read, self)
+        self.gauges.site = site_of(self.islands.join)[: notes.MOST_OF_SITE]
+        link.gauges = self._witness.own_gauges
+        self._witness.link = link
         return link
 
     def close(self) -> None:
@@ -295,12 +299,7 @@ class StorePeers(Peers, Witness):
 
     @property
     def witness(self) -> Witness:
-        return self
-
-    def reports(self) -> Mapping[str, Report]:
-        return {}
-
-    def say(self, verdicts: Sequence[str]) -> None: ...
+        return self._witness
 
     def advise(self, settings: Mapping[str, object]) -> str:
         return change_commands(self.islands, settings)
@@ -330,6 +329,8 @@ class StorePeers(Peers, Witness):
         if not math.isnan(self._boundary_at):
             self._durations.append(time.perf_counter() - self._boundary_at)
         self.check()
+        if reset:
+            self._witness.flags = NOT_FINITE
         if self._link is not None:
             usual = statistics.median(self._durations or [0.0])
             self._link.finish_step(self._samples_per_step, int(weight), usual, reset)
@@ -459,6 +460,8 @@ class StorePeers(Peers, Witness):
             round_.ready = max(prepared.at, round_.begun)
             round_.traffic.bytes_received = prepared.size
             self.gauges.received += prepared.size
+            if apply.mode is Mode.MIX:
+                self.gauges.round_trip = max(0.0, prepared.at - round_.due)
         round_.participants = self._last.participants
         if apply.mode is Mode.RESET:
             round_.flags = round_.flags or OUTLIER
@@ -500,6 +503,7 @@ class StorePeers(Peers, Witness):
                 payload = collect_part(state.delta, header, layout, self._ranks)
             else:
                 round_.flags = NOT_FINITE
+        self._witness.flags = round_.flags
         round_.traffic.encoded = time.perf_counter()
         if self._link is None:
             return

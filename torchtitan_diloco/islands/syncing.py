@@ -183,6 +183,7 @@ class Term:
         self._tags = dict[str, tuple[int, str]]()  # size and tag of notes as they were read
         self._read_at = dict[str, float]()
         self._read_once = set[str]()  # foundings
+        self._has_read_changes = False
         self._said = 0
         """Number of lines of the machine that were said."""
 
@@ -276,9 +277,11 @@ class Term:
 
     def _is_done(self) -> bool:
         """Return whether the run has ended, and all islands have read it."""
-        decision = self.machine.committed
-        if self._stays or decision is None or not decision.ended:
+        decision, state = self.machine.committed, self.machine.state
+        if self._stays or decision is None or state is None or not decision.ended:
             return False
+        if not self._has_read_changes or state.settings != decision.settings:
+            return False  # it may be longer now
         silences = (self.machine.presence.silence(owner) for owner in decision.owners())
         return all(silence > SILENT for silence in silences)
 
@@ -380,6 +383,7 @@ class Term:
             raw = self._read(name)
             if raw is not None:
                 self._deliver(partial(Syncer.on_change, name=name, raw=raw))
+        self._has_read_changes = True
 
     def _read(self, name: str) -> bytes | None:
         """Return the content of a small object of others, or None if it is gone or damaged."""

@@ -23,6 +23,8 @@ from torchtitan_diloco.islands_store.fields import (
 MOST_NOTE = 512 * 1024
 """Maximum number of bytes of a note."""
 MOST_RANKS = 1024
+MOST_OF_SITE = 60
+"""Maximum number of characters of the name of a site."""
 
 Loss = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
@@ -90,7 +92,7 @@ class Gauges(msgspec.Struct, array_like=True, frozen=True):
     received: Bytes = 0
     says: Annotated[int, Meta(ge=0, le=255)] = 0
     """Code of what the island says of itself. 0: nothing."""
-    site: Annotated[str, Meta(max_length=60)] = ""
+    site: Annotated[str, Meta(max_length=MOST_OF_SITE)] = ""
 
 
 class Note(msgspec.Struct, array_like=True):

@@ -123,14 +123,15 @@ class Presence:
         """Return whether an incarnation has no note, although all notes were read for long."""
         return incarnation not in self.members and self.listened > FORGOTTEN
 
-    def see(self, owner: str) -> Seen | None:
+    def see(self, owner: str) -> Seen:
         """Return what is known of an owner of a slot."""
+        heard = round(min(1e6, self.silence(owner)), 1)
         member = self.members.get(owner)
-        if member is None:
-            return None
+        if member is None:  # since this syncer leads
+            return Seen(heard=heard, still=heard)
         note, gauges = member.note, member.note.read_gauges()
         return Seen(
-            heard=round(min(1e6, self.listened - member.heard), 1),
+            heard=heard,
             still=round(min(1e6, self.listened - member.stepped), 1),
             step=note.step,
             tokens=note.tokens,

@@ -3,16 +3,16 @@
 import math
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchtitan_diloco.components.metrics import BASELINE, time_shares
-from torchtitan_diloco.components.records import number
-from torchtitan_diloco.islands.overview import GAP_FACTOR, LEAST_GAP, Stay
-from torchtitan_diloco.islands.page import Lanes, lanes_of
+from torchtitan_diloco.components.records import NAN, number
+from torchtitan_diloco.islands.past import Interval
+from torchtitan_diloco.islands.stays import GAP_FACTOR, LEAST_GAP, Lanes, Stay, lanes_of
 from torchtitan_diloco.report.charts import (
     AXIS,
     BLUE,
@@ -138,6 +138,9 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
         _learning_rate(runs, tokens),
         _sent(runs, time),
         _time_shares(runs),
+        *map(_shared_loss, runs),
+        *map(_training_losses, runs),
+        *map(_merged_tokens, runs),
         *map(_verdicts, runs),
         *_timelines(runs),
     ]
@@ -288,12 +291,69 @@ def _lanes(run: Run) -> Figure | None:
     """Show when each island was there."""
     if not run.stays:
         return None
-    source = "the server's clock" if run.log else "the islands' clocks"
+    source = run.history.source if run.history else "the islands' clocks"
     caption = (
         f"Bar: signs of life of an island, on {source}. Mark: a part was merged one or more "
         "versions late."
     )
     return Figure(f"Islands of {run.name}", caption, [], lanes=lanes_of(run.stays))
+
+
+def _shared_loss(run: Run) -> Figure | None:
+    """Draw the loss of the shared model by the history of a run, unless records have more."""
+    if run.history is None or run.last_step:
+        return None
+    points = np.array(run.history.losses, dtype=float).reshape(-1, 2)
+    curve = Curve("shared model", points[:, 0], points[:, 1], series=0, dots=True)
+    return _line_figure(
+        [run],
+        [curve],
+        title=f"Loss of {run.name}",
+        caption="Of the shared model, on held-out text.",
+        unit="nats per token",
+        x_label="merged tokens",
+    )
+
+
+def _training_losses(run: Run) -> Figure | None:
+    """Draw the training losses of islands by the history of their run."""
+    if run.last_step:
+        return None
+    return _of_intervals(
+        run,
+        lambda interval: NAN if interval.loss is None else interval.loss,
+        title=f"Training loss of the islands of {run.name}",
+        caption="Mean of the parts that were merged in ten minutes.",
+        unit="nats per token",
+    )
+
+
+def _merged_tokens(run: Run) -> Figure | None:
+    """Draw how fast the work of each island was merged by the history of their run."""
+    return _of_intervals(
+        run,
+        lambda interval: interval.tokens_per_second,
+        title=f"Merged tokens of {run.name}",
+        caption="Work of each island that was merged, mean of ten minutes.",
+        unit="tokens per second",
+    )
+
+
+def _of_intervals(
+    run: Run, value: Callable[[Interval], float], *, title: str, caption: str, unit: str
+) -> Figure | None:
+    """Draw a value of each island over the time of the run."""
+    history = run.history
+    if history is None or not any(history.intervals.values()):
+        return None
+    last = max(interval.end for own in history.intervals.values() for interval in own)
+    label, size = ("hours", 3600.0) if last - history.began >= 3 * 3600 else ("minutes", 60.0)
+    curves = list[Curve]()
+    for series, (name, own) in enumerate(history.intervals.items()):
+        middles = [((one.begin + one.end) / 2 - history.began) / size for one in own]
+        values = np.array([value(one) for one in own], dtype=float)
+        curves.append(Curve(name, np.array(middles), values, series=series, dots=True))
+    return _line_figure([run], curves, title=title, caption=caption, unit=unit, x_label=label)
 
 
 def _verdicts(run: Run) -> Figure | None:

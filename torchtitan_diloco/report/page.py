@@ -1,7 +1,7 @@
 """Write a report about one or several runs as one HTML page.
 
 .venv/bin/torchtitan-diloco report outputs/RUN [outputs/RUN ...]
-.venv/bin/torchtitan-diloco report join.txt
+.venv/bin/torchtitan-diloco report LOCATION
 """
 
 import math
@@ -26,8 +26,8 @@ from torchtitan_diloco.components.metrics import (
 )
 from torchtitan_diloco.components.records import NAN
 from torchtitan_diloco.config.schema import format_value
-from torchtitan_diloco.islands.overview import LEAST_GAP
-from torchtitan_diloco.islands.page import TEMPLATES, time_text
+from torchtitan_diloco.islands.page_server import TEMPLATES
+from torchtitan_diloco.islands.stays import LEAST_GAP, time_text
 from torchtitan_diloco.report.charts import Exchange
 from torchtitan_diloco.report.figures import figures
 from torchtitan_diloco.report.run_records import Run, Worker, of_known, open_runs
@@ -64,10 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page, print its path, and return the exit status."""
     about = "Write a report about one or several runs, finished or still running."
     parser = Parser(prog=command_line("report"), description=about)
-    run_help = "folder of a run or of an island, or join file of a run of islands"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=run_help)
+    run_help = "folder of a run or of an island, or location of a run of islands: a folder, a "
+    run_help += "join file, s3://, gs:// or az://"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=run_help)
     out_help = "file to write (default: report.html in the folder of the first run, or in the "
-    out_help += "current folder if there are only join files)"
+    out_help += "current folder if there are only locations)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=out_help)
     options = parser.parse_args(arguments)
     target: Path | None = options.out
@@ -115,7 +116,7 @@ def html_page(runs: Sequence[Run]) -> str:
 def describe(run: Run) -> str:
     """Describe a run in a line: what it is for, its data, its workers and its method."""
     workers = counted(run.size, "worker") if run.size else ""
-    if run.log is not None:
+    if run.history is not None:
         workers = f"{len({stay.name for stay in run.stays})} islands"
     elif run.is_of_islands:
         workers = f"{len(run.workers)} of {run.size} islands"
@@ -149,7 +150,8 @@ def detail_tables(runs: Sequence[Run]) -> list[Table]:
     for run in runs:
         name = f", {run.name}" if len(runs) > 1 else ""
         members = _islands_table(run) if run.is_of_islands else _workers_table(run)
-        for table in (_mixtures_table(run), _verdicts_table(run), members, _links_table(run)):
+        news = _news_table(run)
+        for table in (_mixtures_table(run), _verdicts_table(run), members, _links_table(run), news):
             tables.append(table._replace(heading=table.heading + name))
     return [table for table in (*tables, _differences_table(runs)) if table.rows]
 
@@ -157,11 +159,11 @@ def detail_tables(runs: Sequence[Run]) -> list[Table]:
 def notes(runs: Sequence[Run]) -> Iterator[str]:
     """Yield what is missing from the records."""
     for run in runs:
-        if not run.last_step and run.log is None:
+        if not run.last_step and run.history is None:
             yield f"{run.name} has not logged a step yet."
         if unreadable := sum(worker.unreadable for worker in run.workers):
             yield f"{run.name}: left out {unreadable} line(s) of metrics.jsonl, not readable."
-        if not run.settings and run.log is None:
+        if not run.settings and run.history is None:
             yield f"{run.name} has no readable config.toml: its settings are unknown."
         counts = Counter(
             (worker.name, reason)
@@ -171,7 +173,7 @@ def notes(runs: Sequence[Run]) -> Iterator[str]:
         )
         for (worker, reason), times in sorted(counts.items()):
             yield f"{run.name}: {worker} was left out of {times} recorded round(s), {reason}."
-    if not any(run.exchanges for run in runs):
+    if not any(run.exchanges or run.history is not None for run in runs):
         yield "No exchange was recorded: there is no timeline, cosine or drift to show."
 
 
@@ -200,13 +202,13 @@ def _facts(run: Run) -> dict[str, Cell]:
     days = "days, " if elapsed >= 86_400 else ""
     totals = run.totals
     kept = run.kept_time
-    headline = run.log.headline if run.log else {}
+    headline = run.history.headline if run.history else {}
     return {
         "loss of the shared model": _cell(shared_loss, _loss, validation_note),
         "in bits per byte": _cell(run.last("loss/bits_per_byte")[1], _loss, byte_note),
         "training loss": _cell(loss, _loss, f"nats per token, {owner}, step {trained:,}"),
         "tokens": _cell(tokens, _count, f"of the run, {counted(run.last_step, 'step')}{steps_of}"),
-        **{name: Cell(text, "by its log") for name, text in headline.items()},
+        **{name: Cell(text, "by its history") for name, text in headline.items()},
         "time": _cell(elapsed, clock, f"{days}h:mm:ss, up to the last logged step"),
         "tokens/s": _cell(run.tokens_per_second, _count, f"{scope}, median"),
         **_sent_bytes(run, sender),
@@ -301,7 +303,7 @@ def _islands_table(run: Run) -> Table:
                 Cell(time_text(stays[0].spans[0][0]), "UTC"),
                 Cell("; ".join(away) or "never", stays[-1].ended),
                 Cell(f"{sum(stay.parts for stay in stays):,}", "merged"),
-                Cell(f"{sum(len(stay.late) for stay in stays):,}", "one or more versions late"),
+                Cell(f"{sum(stay.late_parts for stay in stays):,}", "one or more versions late"),
                 _cell(_mean_wait(worker), brief, "own, for an exchange, mean"),
                 _cell(float(loss[-1]) if loss.size else NAN, _loss, "own, last"),
             ]
@@ -354,6 +356,13 @@ def _links_table(run: Run) -> Table:
         for rate, sender, receiver, rounds in links[:MAX_LINKS]
     ]
     return Table("Links, slowest first", ["from, to", "rate of a payload", "measured in"], rows)
+
+
+def _news_table(run: Run) -> Table:
+    """Return what the history of a run of islands says has happened, the newest first."""
+    news = run.history.news if run.history is not None else ()
+    rows = [[Cell(f"{time_text(at)} UTC"), Cell(text)] for at, text in reversed(news)]
+    return Table("What happened", ["when", "what"], rows)
 
 
 def _differences_table(runs: Sequence[Run]) -> Table:

@@ -1,4 +1,4 @@
-"""Read runs: records (docs/report-and-plan.md) and settings of their folders, logs of islands."""
+"""Read runs: records (docs/report-and-plan.md) and settings of their folders, and histories."""
 
 import math
 from collections import defaultdict
@@ -13,7 +13,7 @@ import numpy as np
 import tomli
 from numpy.typing import NDArray
 
-from torchtitan_diloco.base.user import RUN_REMEDY, UserError, no_run
+from torchtitan_diloco.base.user import UserError, no_run
 from torchtitan_diloco.components.metrics import (
     GRADIENTS,
     Gradients,
@@ -35,9 +35,9 @@ from torchtitan_diloco.components.records import (
     read_records,
 )
 from torchtitan_diloco.config.schema import Parallel, flatten
-from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.overview import History, Stay, headline
-from torchtitan_diloco.islands.reader import LISTEN_SECONDS, open_reader
+from torchtitan_diloco.islands.runs import is_run_in_folder
+from torchtitan_diloco.islands.stays import Stay
+from torchtitan_diloco.report.run_history import RunHistory, read_history
 
 Array = NDArray[np.float64]
 ELAPSED_SECONDS = "worker/elapsed_seconds"
@@ -84,7 +84,7 @@ class Worker:
             stay.parts += 1
             at = record.at_seconds.get("applied", np.nan)
             if missed[record.fragment] > record.sent_step and math.isfinite(at):
-                stay.late.append(at)
+                stay.add_late(at)
         return stay
 
     @property
@@ -121,15 +121,6 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class IslandsLog:
-    """What the log of a run of islands says."""
-
-    run: str
-    headline: Mapping[str, str]
-    history: History
-
-
-@dataclass(frozen=True)
 class Run:
     """Records of the workers of a run."""
 
@@ -139,7 +130,7 @@ class Run:
     workers: Sequence[Worker]
     settings: Mapping[str, Any]
     """Dotted key -> value. Empty without a config.toml."""
-    log: IslandsLog | None = None
+    history: RunHistory | None = None
 
     @property
     def source(self) -> Worker:
@@ -215,15 +206,15 @@ class Run:
 
     @property
     def is_of_islands(self) -> bool:
-        return self.log is not None or bool(self.settings.get("islands.name"))
+        return self.history is not None or bool(self.settings.get("islands.name"))
 
     @cached_property
     def stays(self) -> Sequence[Stay]:
-        """When each island was there, by the log, or by its records."""
+        """When each island was there, by the history of the run, or by its records."""
         if not self.is_of_islands:
             return []
-        if self.log is not None:
-            return list(self.log.history.stays.values())
+        if self.history is not None:
+            return self.history.stays
         return [worker.stay for worker in self.workers if worker.starts]
 
     @cached_property
@@ -323,24 +314,38 @@ def of_known(function: Callable[[Array], Any], values: Array) -> float:
     return float(function(known)) if known.size else np.nan
 
 
-def open_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read the runs in these folders, and the logs of islands by their join files.
+def open_runs(places: Sequence[str | Path]) -> list[Run]:
+    """Read the runs in these folders, and the histories of islands at these locations.
 
     Folders of islands of the same run are one run.
     """
-    paths = list(dict.fromkeys(path.resolve() for path in paths))
-    runs = _join_islands([_read_run(path) for path in paths if not path.is_file()])
-    for path in filter(Path.is_file, paths):
-        log = _read_log(path)
-        recorded = [run for run in runs if run.workers[0].run_id == log.run]
-        without_records = Run(log.run, Path.cwd(), workers=[Worker(log.run)], settings={})
+    folders = list[Path]()
+    locations = list[str]()
+    for place in dict.fromkeys(map(_resolved, places)):
+        if isinstance(place, str):
+            locations.append(place)
+        else:
+            folders.append(place)
+    runs = _join_islands(list(map(_read_run, folders)))
+    for location in locations:
+        history = read_history(location)
+        recorded = [run for run in runs if run.workers[0].run_id in history.ids]
+        without_records = Run(history.run, Path.cwd(), workers=[Worker(history.run)], settings={})
         for run in recorded or [without_records]:
             others = [other for other in runs if other is not run]
-            runs = [*others, replace(run, log=log)]
+            runs = [*others, replace(run, history=history)]
     names = [run.name for run in runs]
     return [  # with the path as the name, if several folders have the same name
         run if names.count(run.name) == 1 else replace(run, name=str(run.folder)) for run in runs
     ]
+
+
+def _resolved(place: str | Path) -> str | Path:
+    """Return the path of a folder with records, or the location of a run of islands."""
+    if isinstance(place, str) and "://" in place:
+        return place
+    path = Path(place).expanduser().resolve()
+    return str(path) if path.is_file() or is_run_in_folder(path) else path
 
 
 def _join_islands(runs: Sequence[Run]) -> list[Run]:
@@ -352,19 +357,6 @@ def _join_islands(runs: Sequence[Run]) -> list[Run]:
             run = replace(before, name=key, workers=[*before.workers, *run.workers])
         joined[key] = run
     return list(joined.values())
-
-
-def _read_log(join_file: Path) -> IslandsLog:
-    """Read the log of a run of islands from its store."""
-    try:
-        join = Join.parse(str(join_file))
-    except UserError as error:
-        remedy = f"{RUN_REMEDY}, or the join file that `islands serve` wrote"
-        raise no_run(join_file, "join string", remedy) from error
-    with open_reader(join, whole=True) as reader:
-        reader.read(LISTEN_SECONDS)  # to hear the loss
-        overview = reader.overview()
-        return IslandsLog(run=overview["run"], headline=headline(overview), history=reader.history)
 
 
 def _read_run(folder: Path) -> Run:

@@ -7,8 +7,10 @@ decides whose content it is. `resume` continues an interrupted attempt.
 """
 
 import hashlib
+import math
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from types import TracebackType
@@ -53,6 +55,10 @@ class LargeObjects:
         assert 0 < chunk_bytes <= CHUNK_BYTES
         self._store = store
         self._chunk_bytes = chunk_bytes
+        self.stored_at = -math.inf
+        """Time of `time.monotonic` at which a chunk was last stored."""
+        self.in_flight_bytes = streams * chunk_bytes
+        """Maximum number of bytes of chunks that are stored at a time."""
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="store")
 
     def create(
@@ -87,6 +93,7 @@ class LargeObjects:
                     f"{self._store.location}: the bytes of {names[number]} do not "
                     "match the hash in its name; delete it"
                 )
+            self.stored_at = time.monotonic()
 
         self._map(store_chunk, range(len(pieces)))
         head = _Head(size=len(view), chunk_bytes=self._chunk_bytes, root=root)

@@ -1,0 +1,398 @@
+"""What people see of a run in a store: what it says of any decision, notes and history."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.islands.test_overview import SAMPLE
+from tests.islands.written_run import STEPS, WrittenRun, reading
+from tests.islands_store.desk import A, B, C, founded
+from torchtitan_diloco.base.user import USER_ERROR
+from torchtitan_diloco.islands import store_overview, store_reader
+from torchtitan_diloco.islands.__main__ import main
+from torchtitan_diloco.islands.page_server import metrics
+from torchtitan_diloco.islands.past import past_of
+from torchtitan_diloco.islands.store_overview import View, overview
+from torchtitan_diloco.islands.tables import render
+from torchtitan_diloco.islands_store import history
+from torchtitan_diloco.islands_store.decision import BARRED, LEAVE, SICK, Decision
+from torchtitan_diloco.islands_store.note import Note, decode_note
+from torchtitan_diloco.islands_store.presence import SILENT
+from torchtitan_diloco.store import AwayError
+
+SOON = 20.0
+
+
+def seen(run: WrittenRun, **changed: object) -> dict[str, object]:
+    """Return the overview of a run as it is now."""
+    return overview(view_of(run, **changed))
+
+
+def view_of(run: WrittenRun, **changed: object) -> View:
+    notes = {one: decode_note(raw) for one, raw in run.notes.items()}
+    fields = {"notes": notes, "past": past_of(run.state, run.history), **changed}
+    return View(decision=run.state, **fields)  # type: ignore[arg-type]
+
+
+def rows(found: dict[str, object], key: str = "islands") -> list[dict[str, object]]:
+    value = found[key]
+    assert isinstance(value, list)
+    return value
+
+
+def doing(found: dict[str, object]) -> dict[object, object]:
+    return {row["island"]: row["doing"] for row in rows(found)}
+
+
+def test_a_run_adds_up() -> None:
+    run = WrittenRun()
+    run.rounds(4, validated=(30, 3.25))
+    found = seen(run)
+    assert found["phase"] == "running"
+    assert found["connection"] == "ok"
+    assert (found["tokens_merged"], found["total_tokens"]) == (8 * STEPS, 10**6)
+    assert found["tokens_per_second"] == 20
+    assert found["eta_seconds"] == (10**6 - 8 * STEPS) / 20
+    assert (found["loss"], found["loss_at_tokens"]) == (3.25, 30)
+    assert found["kept_samples"] == 1.0
+    last = found["last_merged"]
+    assert isinstance(last, dict)
+    assert (last["fragment"], last["version"]) == (0, 4)
+    first = rows(found)[0]
+    assert (first["island"], first["slot"], first["doing"], first["site"]) == (
+        *("a", 0, "trains", "oslo"),
+    )
+    assert (first["loss"], first["waited"], first["step"]) == (2.5, 0.25, 4 * STEPS)
+    assert (first["part_in_rounds"], first["late_parts"]) == (1.0, 0)
+    assert [slot["merged"] for slot in rows(found, "slots")] == [4 * STEPS] * 2
+    assert [slot["rounds_since_last_part"] for slot in rows(found, "slots")] == [0, 0]
+    json.loads(json.dumps(found), parse_constant=pytest.fail)
+    text = render(found, "store")
+    for shown in ("80 of 1,000,000", "20 tokens/s", "3.2500 at 30 tokens", "8 Mbit/s"):
+        assert shown in text
+
+
+def test_it_is_a_function_of_what_was_read() -> None:
+    run = WrittenRun()
+    run.rounds(3)
+    assert seen(run) == seen(run)
+    assert past_of(run.state) == past_of(msgspec.convert(msgspec.to_builtins(run.state), Decision))
+
+
+def test_the_keys_are_those_of_a_run_with_a_log() -> None:
+    """Programs read them. Two have no meaning without a log."""
+    run = WrittenRun()
+    run.rounds(1)
+    found = seen(run)
+    assert {"run", "connection", "phase", "total_tokens", "tokens_merged", "tokens_per_second"} | {
+        *("eta_seconds", "last_merged", "loss", "loss_at_tokens", "verdicts", "kept_samples"),
+        *("islands", "fragments", "slots", "news"),
+    } == found.keys()
+    assert set(rows(found)[0]) == {
+        *("island", "slot", "doing", "for_seconds", "site", "tokens_per_second", "waited", "loss"),
+        *("round_trip_seconds", "upload_bytes_per_second", "step", "tokens", "leaving"),
+        *("part_in_rounds", "late_parts", "heard_seconds_ago", "incarnation"),
+    }
+    assert set(rows(found, "fragments")[0]) == {
+        *("fragment", "version", "merged_seconds_ago", "open", "open_seconds", "waits_for"),
+        "waiting",
+    }
+    assert set(rows(found, "slots")[0]) == {
+        *("slot", "owner", "merged", "lost", "waiting", "read_twice", "part_in_rounds"),
+        "rounds_since_last_part",
+    }
+
+
+def test_what_islands_do() -> None:
+    run = WrittenRun()
+    run.rounds(2)
+    run.train(A)
+    run.note(C, wish="join")
+    run.note("d/0000")
+    run.pass_time(0.3)
+    full = WrittenRun(slots=2)
+    full.rounds(1)
+    full.note(C, wish="join")
+    full.pass_time(0.3)
+    assert doing(seen(full))["c"] == "waits for a slot"
+    assert doing(seen(run))["d"] == "joins"
+    run.state.told[A] = LEAVE
+    assert doing(seen(run))["a"] == "leaves"
+    run.state.told = {"d/0000": BARRED}
+    assert doing(seen(run))["d"] == "refused: evicted"
+    run.state.told = {B: SICK}
+    assert seen(run)["verdicts"] == ["b: its numbers are repeatedly wrong"]
+    run.train(B, sends=False, is_idle=True)
+    run.pass_time(0.2)
+    assert doing(seen(run))["b"] == "leaves"
+    run.state.fragments[0].clock = 10**6
+    assert doing(seen(run))["b"] == "sends its last work"
+    run.state.ended = True
+    assert set(doing(seen(run)).values()) == {"done"}
+    assert seen(run)["phase"] == "ended"
+    assert seen(run)["verdicts"] == []
+
+
+def test_an_island_that_is_silent_or_stands_still_is_named() -> None:
+    run = WrittenRun()
+    run.rounds(2)
+    for _ in range(20):
+        run.train(A)
+        run.note(B, step=2 * STEPS)  # it writes notes, and trains no longer
+        run.pass_time(1.0)
+    still = seen(run)
+    assert doing(still)["b"] == "completes no step"
+    since = rows(still)[1]["for_seconds"]
+    assert isinstance(since, float)
+    assert 19 <= since <= 22
+    assert still["verdicts"] == ["b: hung outside communication"], "longer than slot_seconds"
+    for _ in range(8):
+        run.train(A)
+        run.pass_time(1.0)
+    gone = seen(run)
+    assert doing(gone) == {"a": "trains", "b": "gone"}
+    assert gone["verdicts"] == ["b: stopped"]
+    assert gone["tokens_per_second"] == 10
+    run.pass_time(2 * SILENT)
+    assert seen(run)["phase"] == "no island is connected"
+
+
+def test_a_new_syncer_knows_who_is_gone() -> None:
+    """An island that died before it began has no note that it reads."""
+    run = WrittenRun(founded())
+    for _ in range(10):
+        run.train(A)
+        run.pass_time(1.0)
+    assert doing(seen(run)) == {"a": "trains", "b": "gone"}
+
+
+def test_what_a_round_waits_for() -> None:
+    run = WrittenRun()
+    run.rounds(2)
+    run.merges_last = True
+    run.train(A)
+    run.pass_time(0.3)
+    run.syncer.rounds[0].waiting.clear()  # as if it had been read a moment before
+    found = seen(run)
+    (row,) = rows(found, "fragments")
+    assert row["open"]
+    assert row["waits_for"] == ["b"]
+    assert row["waiting"] == 1
+    assert rows(found, "slots")[0]["waiting"] == STEPS
+    assert rows(seen(run, opened={0: 1.5}), "fragments")[0]["open_seconds"] == 1.5
+
+
+def test_phases_of_a_run() -> None:
+    assert overview(View())["phase"] == "nothing has been written yet"
+    founding = founded()
+    founding.fragments, founding.founder = [], "a/0000"
+    found = overview(View(founding))
+    assert found["phase"] == "waits for island a to store the first copies"
+    assert found["total_tokens"] == 10_000
+    render(found, "store")
+    run = WrittenRun(founded((A,), start_with=2))
+    run.state.begun = False
+    assert seen(run)["phase"] == "waits for islands: 1 of 2 are there"
+    run.rounds(1, A)
+    stale = seen(run, still=12.0)
+    assert stale["phase"] == ("no syncer decides since 12 s: islands train on, nothing is merged")
+    assert seen(run, still=12.0, problem="cannot be reached since 12 s")["phase"] == "running"
+    run.state.stopped = True
+    assert seen(run)["phase"] == "its syncer was stopped: islands train on, and nothing is merged"
+
+
+def test_metrics_keep_their_names_and_have_bounded_labels() -> None:
+    run = WrittenRun()
+    run.rounds(2, validated=(10, 2.25))
+    for number in range(50):
+        run.note(f"joiner{number}/0000", wish="join")
+    lines = metrics(seen(run)).splitlines()
+    samples = [line for line in lines if not line.startswith("# TYPE ")]
+    assert all(SAMPLE.fullmatch(line) for line in samples), samples
+    assert 'islands_island_trains{island="a"} 1.0' in samples
+    assert "islands_run_loss 2.25" in samples
+    assert 'islands_fragment_version{fragment="0"} 2.0' in samples
+    assert "joiner" not in "".join(samples)
+
+
+def test_late_and_refused_parts_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "BIN_SECONDS", SOON)
+    run = WrittenRun()
+    run.rounds(3)
+    late = run.part(1, samples=STEPS)
+    run.rounds(2, A)
+    run.note(B, late, step=5 * STEPS)
+    run.train(A)
+    run.pass_time(2.0)
+    run.note(B, run.part(1, start=1), step=6 * STEPS)
+    run.train(A)
+    run.pass_time(SOON)
+    found = seen(run)
+    assert {row["island"]: row["late_parts"] for row in rows(found)} == {"a": 0, "b": 1}
+    past = past_of(run.state, run.history)
+    (stay,) = [stay for stay in past.stays if stay.name == "b"]
+    assert (stay.late_parts, len(stay.late)) == (1, 1)
+    assert 0 <= stay.late[0] - past.began <= SOON
+    assert "parts of b: 1 refused" in [text for _, text in past.news]
+
+
+def test_lanes_and_news_of_a_history() -> None:
+    run = WrittenRun(founded((A,), slots=2), wall=1000.0)
+    for second in range(60):
+        run.train(A)
+        if 10 <= second < 20 or second >= 40:
+            run.note(B, wish="join" if second in (10, 11) else "", step=second)
+        if second == 50:
+            run.note(B, wish="give", step=second)
+        run.pass_time(1.0)
+    past = past_of(run.state)
+    assert past.began == pytest.approx(1000.0)
+    assert [stay.name for stay in past.stays] == ["a", "b"]
+    first, second_stay = past.stays
+    assert first.spans == [[pytest.approx(1000.0, abs=1), pytest.approx(1060.0, abs=1)]]
+    begins = [round(begin - 1000) for begin, _ in second_stay.spans]
+    ends = [round(end - 1000) for _, end in second_stay.spans]
+    assert begins == [pytest.approx(10, abs=1), pytest.approx(40, abs=1)]
+    assert ends == [pytest.approx(19, abs=1), pytest.approx(50, abs=1)]
+    assert second_stay.ended == "left"
+    texts = [text for _, text in past.news if not text.startswith("a syncer")]
+    assert texts == ["b joins", "b is silent", "b is heard again", "b leaves"]
+
+
+# --- read from a folder ---------------------------------------------------------------------------
+
+
+def test_a_reader_sees_what_was_before_the_syncer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "BIN_SECONDS", SOON)
+    run = WrittenRun()
+    for number in range(12):
+        run.rounds(5, validated=(10 * number, 4.0 - number / 10))
+    assert len(run.history) >= 2
+    run.write(tmp_path)
+    with reading(tmp_path) as reader:
+        assert len(reader.view().past.losses) == 12
+        assert len(reader.view().past.intervals["a"]) == len(run.history) + 1
+    monkeypatch.setattr(store_reader, "NEWEST_BINS", 1)
+    with reading(tmp_path, whole=False) as reader:
+        assert len(reader.view().past.intervals["a"]) == 2
+    (tmp_path / "history" / "000000").write_bytes(b"damaged")
+    with reading(tmp_path) as reader:
+        assert len(reader.view().past.intervals["a"]) == len(run.history), "the others"
+
+
+def test_status_prints_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = WrittenRun()
+    run.rounds(2)
+    run.write(tmp_path)
+    assert main(["status", "--join", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["location"] == str(tmp_path)
+    assert found["tokens_merged"] == 4 * STEPS
+    assert main(["status", "--join", str(tmp_path)]) == 0
+    assert "run r: running; store: ok" in capsys.readouterr().out
+
+
+def test_watch_goes_on_without_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = WrittenRun()
+    run.rounds(1)
+    run.write(tmp_path / "store")
+    refreshed = list[float]()
+
+    def sleep(seconds: float) -> None:
+        refreshed.append(seconds)
+        if len(refreshed) == 1:
+            (tmp_path / "store").rename(tmp_path / "away")
+            (tmp_path / "store").mkdir()
+        if len(refreshed) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(store_reader, "PATIENCE", 0.0)
+    monkeypatch.setattr("torchtitan_diloco.islands.store_reader.time.sleep", sleep)
+    assert main(["watch", "--join", str(tmp_path / "store")]) == 128 + signal.SIGINT
+    shown = capsys.readouterr().out.split("run r: ")[1:]
+    assert ["store: ok" in text for text in shown] == [True, False, False]
+    assert all("40 of" in text or "20 of" in text for text in shown), "what was read before"
+
+
+def test_status_says_that_no_syncer_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_reader, "LISTEN_SECONDS", 0.1)
+    monkeypatch.setattr(store_overview, "STALE_SECONDS", 0.05)
+    monkeypatch.setattr(store_reader, "STALE_SECONDS", 0.05)
+    run = WrittenRun()
+    run.rounds(1)
+    run.write(tmp_path)
+    time.sleep(0.1)
+    with store_reader.open_reader(str(tmp_path)) as reader:
+        assert reader.overview()["phase"].startswith("no syncer decides since")
+
+
+def test_a_store_that_goes_away_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    run = WrittenRun()
+    run.rounds(1)
+    run.write(folder)
+    with reading(folder) as reader:
+        folder.rename(tmp_path / "away")
+        folder.mkdir()
+        for _ in range(2):
+            with pytest.raises(AwayError):
+                reader.read()
+        found = reader.overview()
+        assert found["connection"].startswith("cannot be reached since")
+        assert found["tokens_merged"] == 2 * STEPS, "what was read before"
+        folder.rmdir()
+        (tmp_path / "away").rename(folder)
+        reader.read()
+        assert reader.overview()["connection"] == "ok"
+
+
+def test_notes_of_strangers_do_no_harm(tmp_path: Path) -> None:
+    run = WrittenRun()
+    run.rounds(1)
+    run.notes["stranger/0000"] = b"\xff"
+    run.notes |= {f"x{number}/0000": b'[1,"join"]' for number in range(200)}
+    run.notes[A] = run.notes[A].replace(b"2.5", b"1e999")
+    run.write(tmp_path)
+    with reading(tmp_path) as reader:
+        found = reader.overview()
+    assert len(found["islands"]) <= 2 + store_reader.MOST_JOINING
+    assert isinstance(reader.view().notes[A], Note)
+
+
+@pytest.mark.parametrize("place", ["missing", "file.toml", "ftp://host/x"])
+def test_a_wrong_location_is_one_line(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.toml").write_text("location = 3\n")
+    for words in (["status"], ["watch"], ["leave", "a"], ["evict", "a"], ["change", "x", "1"]):
+        assert main([*words, "--join", place]) == USER_ERROR
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert said.count("\n") == 1
+
+
+def test_the_commands_do_not_import_torch(tmp_path: Path) -> None:
+    run = WrittenRun()
+    run.rounds(1)
+    run.write(tmp_path)
+    program = (
+        "import sys; from torchtitan_diloco.islands.__main__ import main\n"
+        f"assert main(['status', '--json', '--join', {str(tmp_path)!r}]) == 0\n"
+        "import torchtitan_diloco.islands.store_page\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY, timeout=60)

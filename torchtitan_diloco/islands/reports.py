@@ -1,0 +1,118 @@
+"""Which islands of a run are late, absent or wrong, from what the syncer has seen of them.
+
+All follows from the newest decision, whose times are on one clock. No decision depends on it.
+"""
+
+from collections.abc import Sequence
+
+from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
+from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Report, Signs, Vitals
+from torchtitan_diloco.islands_store.decision import IS_IDLE, Decision, Fate, Seen, Slot
+from torchtitan_diloco.islands_store.names import name_of
+from torchtitan_diloco.islands_store.presence import SILENT
+
+WRONG, EVERYBODY = "wrong numbers", "everybody slow"
+KINDS = (
+    STOPPED,
+    HUNG,
+    STUCK,
+    WRONG,
+    "busy cores",
+    "slow compute",
+    "slow data",
+    "slow save",
+    "slow sending",
+    "slow receiving",
+    "slow link",
+    EVERYBODY,
+)
+"""What a verdict says, the worst first. A note has its place here, plus one, so add others at the
+end."""
+ALL = "all"
+"""The culprit of a verdict about all islands."""
+MOVING_STEPS = 3
+"""Number of usual steps after which an island without a step counts as not moving."""
+
+# --- codes in notes -------------------------------------------------------------------------------
+
+
+def code_of(verdicts: Sequence[str], name: str) -> int:
+    """Return the code of the worst verdict about this island, or 0 if there is none.
+
+    `verdicts`: of the form `CULPRIT: KIND`. Each island finds those about others itself.
+    """
+    about = [
+        kind
+        for culprit, _, kind in (verdict.partition(": ") for verdict in verdicts)
+        if culprit in (name, ALL) and kind in KINDS
+    ]
+    return 1 + min(map(KINDS.index, about)) if about else 0
+
+
+def kind_of(code: int) -> str:
+    """Return what an island says of itself, or an empty string."""
+    return KINDS[code - 1] if 0 < code <= len(KINDS) else ""
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+
+def reports_of(decision: Decision) -> dict[str, Report]:
+    """Return the reports of all islands with a slot, by name."""
+    pairs = zip(decision.slots, decision.seen, strict=False)
+    return {
+        name_of(slot.owner): _report(decision, slot, seen)
+        for slot, seen in pairs
+        if slot.owner is not None and seen is not None
+    }
+
+
+def is_silent(seen: Seen) -> bool:
+    return seen.heard > SILENT
+
+
+def is_moving(seen: Seen) -> bool:
+    """Return whether an island has completed a step lately."""
+    return seen.still < max(SILENT, MOVING_STEPS * seen.step_seconds)
+
+
+def _report(decision: Decision, slot: Slot, seen: Seen) -> Report:
+    """Return the report of an island. While it completes no steps, only the time of its downloads
+    counts: it may wait for them, and the other values belong to old steps."""
+    may_wait = not decision.begun or decision.ended or not seen.step or bool(seen.flags & IS_IDLE)
+    signs = Signs(
+        answers=not is_silent(seen),
+        still=seen.still,
+        longest=max(SILENT, decision.settings.slot_seconds),
+        may_wait=may_wait,
+        is_stuck=kind_of(seen.says) == STUCK,
+    )
+    flags = _flags(slot)
+    if kind_of(seen.says) == WRONG:
+        flags |= NOT_FINITE
+    evidence = {
+        STOPPED: f"no note of it for {seen.heard:.0f} s",
+        HUNG: f"its last step, {seen.step}, was {seen.still:.0f} s ago",
+        STUCK: "it says so",
+        "": "",
+    }
+    said = seen.vitals
+    vitals = Vitals(download=said.download)
+    if is_moving(seen):
+        vitals = Vitals(
+            compute=said.compute,
+            data=said.data,
+            save=said.save,
+            queued=said.queued,
+            upload=said.upload,
+            download=said.download,
+        )
+    return Report(vitals, flags, absent=signs.absent, evidence=evidence[signs.absent])
+
+
+def _flags(slot: Slot) -> int:
+    """Return the flags of the part of a slot that was decided last."""
+    last = max(slot.ledgers, key=lambda ledger: (ledger.since, ledger.number))
+    if last.fate is Fate.NOT_FINITE:
+        return NOT_FINITE
+    return OUTLIER if last.fate is Fate.OUTLIER else 0

@@ -1,0 +1,96 @@
+"""The page of a run in a store, and its numbers for Prometheus."""
+
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from torchtitan_diloco.islands.page_server import PageServer, html_page, metrics, page_address
+from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.store_overview import View, overview
+from torchtitan_diloco.islands.store_reader import REFRESH_SECONDS, StoreReader
+from torchtitan_diloco.store import AwayError, ClosedError, open_store
+from torchtitan_diloco.store.join_file import read_join_file
+
+AGAIN_SECONDS = 2.0
+"""Seconds after which a store that could not be opened is opened again."""
+
+
+class StorePages:
+    """Reads a run in a thread, with its whole history, and renders its pages."""
+
+    def __init__(self, location: str | Path) -> None:
+        self._location = location
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._view: View | None = None
+        self._problem = "reading the run"
+        self._built_at = -REFRESH_SECONDS
+        self._pages: dict[str, tuple[str, bytes]] = {}
+        self._thread = threading.Thread(target=self._run, name="islands-page", daemon=True)
+        self._thread.start()
+
+    def page(self, path: str) -> tuple[str, bytes] | None:
+        """Return type and content, at most a second old, or None if there is no such page."""
+        with self._lock:
+            if time.monotonic() > self._built_at + REFRESH_SECONDS:
+                self._pages = self._build()
+                self._built_at = time.monotonic()
+            return self._pages.get(path)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _build(self) -> dict[str, tuple[str, bytes]]:
+        view = self._view
+        if view is None:
+            return {"/": ("text/plain", self._problem.encode())}
+        found = overview(view)
+        past = view.past
+        html = html_page(found, past.stays, past.losses, at=past.ended or time.time())
+        return {
+            "/": ("text/html", html.encode()),
+            "/metrics": ("text/plain; version=0.0.4", metrics(found).encode()),
+        }
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._read()
+            except ClosedError:
+                return
+            except Exception as error:  # the store may be away, or the run be another one
+                self._view = None
+                self._problem = f"the run cannot be read: {error}"
+            self._closed.wait(AGAIN_SECONDS)
+
+    def _read(self) -> None:
+        """Read a run until this is closed."""
+        run = Run(open_store(self._location, writes=None, patience=0.0, quiet=True))
+        try:
+            reader = StoreReader(run, whole=True)
+            while not self._closed.is_set():
+                with suppress(AwayError):  # the page says so
+                    reader.read()
+                self._view = reader.view()
+                self._closed.wait(REFRESH_SECONDS)
+        finally:
+            run.close()
+
+
+def serve_page(location: str, address: str) -> PageServer:
+    """Serve the page of a run to this machine, and return its server.
+
+    `address`: [HOST:]PORT. Users need the login of a join file, if the location is one.
+    """
+    host, port = page_address(address)
+    path = Path(location).expanduser()
+    logins: dict[str, str] | None = None
+    if "://" not in location and path.is_file():
+        join = read_join_file(path)
+        logins = {join.access_key_id: join.secret_access_key}
+    known = logins
+    return PageServer(
+        StorePages(location), host, port, logins=None if known is None else lambda: known
+    )

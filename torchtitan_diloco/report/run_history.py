@@ -1,0 +1,81 @@
+"""Histories of runs of islands, from their location: a store, or a log."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchtitan_diloco.base.user import RUN_REMEDY, UserError, no_run
+from torchtitan_diloco.islands import reader, store_reader
+from torchtitan_diloco.islands.config import Join, is_location, run_of
+from torchtitan_diloco.islands.past import Interval
+from torchtitan_diloco.islands.stays import Stay
+from torchtitan_diloco.islands.store_overview import overview
+from torchtitan_diloco.islands.tables import headline
+
+PASSING = ("speed", "last merged")
+"""Numbers that say nothing of a run that has ended."""
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """What a run of islands has stored about itself."""
+
+    run: str
+    ids: Collection[str]
+    """Ids of the run in the records of its islands."""
+    headline: Mapping[str, str]
+    stays: Sequence[Stay]
+    source: str
+    """Whose clock the times are of."""
+    began: float = 0.0
+    losses: Sequence[tuple[float, float]] = ()
+    """Tokens merged, and the loss of the shared model, if the records of islands lack it."""
+    intervals: Mapping[str, Sequence[Interval]] = field(default_factory=dict)
+    """Sums of each island, in the order of time."""
+    news: Sequence[tuple[float, str]] = ()
+
+
+def read_history(location: str) -> RunHistory:
+    """Read the history of a run from its location, or its join file."""
+    path = Path(location)
+    try:
+        if is_location(location):
+            return _read_store(location)
+        join = Join.parse(location)
+    except UserError as error:
+        if path.is_file() and path.suffix != ".toml":  # which is no join file
+            remedy = f"{RUN_REMEDY}, or the location of a run of islands"
+            raise no_run(path, "join string", remedy) from error
+        raise
+    with reader.open_reader(join, whole=True) as log:
+        log.read(reader.LISTEN_SECONDS)  # to hear the loss
+        found = log.overview()
+        return RunHistory(
+            run=found["run"],
+            ids={found["run"]},
+            headline=headline(found),
+            stays=list(log.history.stays.values()),
+            source="the server's clock",
+        )
+
+
+def _read_store(location: str) -> RunHistory:
+    with store_reader.open_reader(location, whole=True) as store:
+        view = store.view()
+    if view.decision is None or not view.decision.is_founded:
+        raise UserError(f"{location}: the run has not started, so there is nothing to report")
+    numbers = headline(overview(view))
+    if view.decision.ended:
+        numbers = {name: text for name, text in numbers.items() if name not in PASSING}
+    past = view.past
+    return RunHistory(
+        run=view.decision.run,
+        ids={view.decision.run, run_of(location)},
+        headline=numbers,
+        stays=past.stays,
+        source="the syncer's clock",
+        began=past.began,
+        losses=past.losses,
+        intervals=past.intervals,
+        news=list(past.news),
+    )
