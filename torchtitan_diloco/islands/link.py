@@ -288,7 +288,10 @@ class Link:
                 content = self.machine.note(self.gauges())
             try:
                 self.run.brief.replace(name, content, durable=False)
-            except (AwayError, FullError):
+            except AwayError:
+                self._is_note_due.set()
+            except FullError as error:
+                self.run.say_full(error)
                 self._is_note_due.set()
             self._sleep(pause)
 
@@ -410,8 +413,11 @@ class Link:
         """Return whether a call has succeeded. It is to be repeated otherwise."""
         try:
             assert call(), "another process writes the objects of this one"
-        except (AwayError, FullError) as error:
+        except AwayError as error:
             logger.warning(f"{error}; trying again")
+            return False
+        except FullError as error:
+            self.run.say_full(error)
             return False
         return True
 

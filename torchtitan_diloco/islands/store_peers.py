@@ -4,7 +4,6 @@
 """
 
 import math
-import os
 import secrets
 import statistics
 import time
@@ -21,29 +20,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.settings import check_class
 from torchtitan_diloco.base.tensors import drop_gathered
-from torchtitan_diloco.base.user import (
-    LOCAL_ISLANDS,
-    PeersLostError,
-    RunOverError,
-    UserError,
-    command_line,
-)
+from torchtitan_diloco.base.user import PeersLostError, UserError
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.liveness import LATE_SECONDS, Liveness
+from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.state_dict import SHARED, FragmentFacts, OuterFacts, SavedState
 from torchtitan_diloco.diloco.vitals import Report
-from torchtitan_diloco.diloco.witness import STILL_SECONDS, Witness
+from torchtitan_diloco.diloco.witness import Witness
 from torchtitan_diloco.islands.config import (
     Islands,
     change_commands,
     checked_count,
     own_loop_settings,
+    site_of,
 )
 from torchtitan_diloco.islands.founding import (
     facts_of,
@@ -58,13 +52,19 @@ from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.members import IslandFencedError
 from torchtitan_diloco.islands.payload import Header, encode
 from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.waiting import (
+    Waiting,
+    at_boundary,
+    before_start,
+    obstacle,
+    run_is_over,
+)
 from torchtitan_diloco.islands_store import fragment as rules
 from torchtitan_diloco.islands_store import note as notes
 from torchtitan_diloco.islands_store.checkpoint import Saved
 from torchtitan_diloco.islands_store.decision import ENDS, ORDERS
 from torchtitan_diloco.islands_store.island import ENDED, LEFT, REJOIN, Island
 from torchtitan_diloco.islands_store.settings import Settings
-from torchtitan_diloco.store import open_store
 
 AWAY_SECONDS = 10.0
 """Seconds without the store after which an island that leaves gives up."""
@@ -130,7 +130,7 @@ class StorePeers(Peers, Witness):
         self._boundary_at = math.nan
         self._may_train = False
         self._used: Settings | None = None
-        self._said_seconds = 0.0
+        self._waiting = Waiting(f"island {islands.name}")
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class StorePeers(Peers, Witness):
                 raise AssertionError("nothing is sent before the run has begun")
             self._raise_if_over()
             self._raise_if_ended()
-            self._say_wait(began, "the run to begin")
+            self._say_wait(began, before_start(link.machine))
         for _ in self._boundary(applies=self._take):
             raise AssertionError("nothing is sent before the first step")
         for state in self.states:
@@ -185,7 +185,7 @@ class StorePeers(Peers, Witness):
     def _open(self) -> Link:
         """Open the store, and build the machine of this island."""
         name = self.islands.name
-        store = open_store(self.islands.join, writes=f"part/{name}/")
+        store = self._waiting.open(self.islands.join, writes=f"part/{name}/")
         facts = facts_of(self.fragments, self._facts)
         settings = settings_of(
             self.config,
@@ -206,12 +206,19 @@ class StorePeers(Peers, Witness):
             f"{name}/{secrets.token_hex(4)}",
             facts=facts,
             shapes=founding.shapes,
-            founds=founding if saved is None or self.islands.found else None,
+            founds=founding if self._may_found else None,
             saved=saved,
         )
         link = Link(Run(store, self.config.link.streams), machine, self.states, self._layouts)
         link.gauges = partial(self.gauges.read, self)
         return link
+
+    @property
+    def _may_found(self) -> bool:
+        """Whether this island may begin a run in an empty location."""
+        if site_of(self.islands.join):
+            return False
+        return self._saved is None or self.islands.found
 
     def close(self) -> None:
         if self._link is not None:
@@ -293,7 +300,7 @@ class StorePeers(Peers, Witness):
             self._raise_if_over()
             is_over = bool(machine.ending) or machine.is_leaving or self._may_train
             if not is_over:
-                self._say_wait(began, "the other islands or the syncer")
+                self._say_wait(began, at_boundary(machine))
         self._boundary_at = time.perf_counter()
 
     def remaining_tasks(self) -> Iterator[Send | Apply]:
@@ -404,31 +411,12 @@ class StorePeers(Peers, Witness):
         """Raise a RunOverError if there is nothing left to train."""
         decision = self.machine.decision
         if decision is not None and decision.ended and self.machine.slot is None:
-            join = self.islands.join
-            command = f"{command_line('islands')} change total_tokens TOKENS --join {join}"
-            key = "run.folder" if LOCAL_ISLANDS in os.environ else "islands.join"
-            raise RunOverError(
-                f"run {decision.run} in {join} has ended after {decision.fragments[0].clock:,} "
-                f"tokens, so nothing is left to train: `{command}` makes it longer, and another "
-                f"{key} begins a new run"
-            )
+            raise run_is_over(decision, self.islands.join)
 
     def _say_wait(self, since: float, what: str) -> None:
-        """Log what training waits for, at growing intervals."""
-        waited = time.monotonic() - since
-        if waited < STILL_SECONDS:
-            self._said_seconds = 0.0
-        elif waited > max(LATE_SECONDS, 2 * self._said_seconds):
-            self._said_seconds = waited
-            assert self._link is not None
-            away = self._link.away_seconds
-            place = self._link.run.location
-            if away > STILL_SECONDS:
-                what = f"the store {place}, which cannot be reached since {away:.0f} s"
-            elif time.monotonic() - self.machine.heard_at > STILL_SECONDS:
-                command = f"{command_line('islands')} sync {place}"
-                what = f"a syncer: start `{command}`, if none is running"
-            logger.warning(f"island {self.islands.name}: waiting since {waited:.0f} s for {what}")
+        """Log what training waits for."""
+        assert self._link is not None
+        self._waiting.say(since, obstacle(self._link, what))
 
     def _use(self, settings: Settings) -> None:
         """Use the settings of the run."""

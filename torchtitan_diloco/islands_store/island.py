@@ -27,7 +27,7 @@ from torchtitan_diloco.islands_store.fragment import (
     OwnFragment,
     Send,
 )
-from torchtitan_diloco.islands_store.names import Object, part_name
+from torchtitan_diloco.islands_store.names import Object, name_of, part_name
 from torchtitan_diloco.islands_store.note import GIVE, JOIN, Gauges, Note, Part, encode_note
 from torchtitan_diloco.islands_store.settings import Settings
 
@@ -128,7 +128,9 @@ class Island:
             return
         if not decision.fragments:
             self.may_found = self.founds is not None  # if the chosen founder dies
-            self.say(f"waiting for island {decision.founder} to store the first copies")
+            if decision.founder != self.incarnation:
+                founder = name_of(decision.founder)
+                self.say(f"waiting for island {founder} to store the first copies")
         elif before is None or not before.fragments:
             check_run(decision, self._facts, self._shapes, self._saved_run)
         else:
