@@ -95,8 +95,13 @@ def test_a_run_without_its_location_is_founded_again_only_if_asked(tmp_path: Pat
     empty = tmp_path / "empty"
     again = Trainee(empty, "a", chosen, total_tokens=total, begin=1, slots=1, saved=first.saved)
     message = "the location is empty, and the checkpoint is of run"
-    with pytest.raises(UserError, match=message), syncer(empty, tmp_path / "two"), trained(again):
+    with (
+        pytest.raises(UserError, match=message) as raised,
+        syncer(empty, tmp_path / "two"),
+        trained(again),
+    ):
         pass
+    assert raised.value.__notes__ == [f"islands.join leads to {empty}"]
     more = Trainee(
         empty, "a", chosen, total_tokens=total, begin=1, slots=1, saved=first.saved, found=True
     )

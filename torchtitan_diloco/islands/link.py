@@ -26,6 +26,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.witness import STILL_SECONDS
 from torchtitan_diloco.islands.founding import store_copies
@@ -147,6 +148,8 @@ class Link:
             pass
         except BaseException as error:
             if not self._closed.is_set():
+                if isinstance(error, UserError) and self.run.location not in str(error):
+                    error.add_note(f"islands.join leads to {self.run.location}")
                 self._failure = error
                 with self._changed:
                     self._changed.notify_all()
