@@ -26,7 +26,7 @@ from torchtitan_diloco.islands.waiting import (
 from torchtitan_diloco.islands_store.decision import Decision
 from torchtitan_diloco.islands_store.founding import Founding
 from torchtitan_diloco.islands_store.island import Island
-from torchtitan_diloco.store import AwayError, FullError, Store
+from torchtitan_diloco.store import AwayError, FullError, Store, open_store
 from torchtitan_diloco.store.folder import Folder
 
 PATIENCE = 60.0
@@ -53,14 +53,13 @@ def test_a_long_wait_is_said_each_minute(
 def test_a_server_that_is_not_there_yet_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    opens = waiting.open_store
     attempts = list[str]()
 
     def open_later(location: str, **options: Any) -> Store:
         attempts.append(location)
         if len(attempts) < 4:
             raise AwayError("s3://run at host:8333: could not list (Connection refused)")
-        return opens(location, **options)
+        return open_store(location, **options)
 
     monkeypatch.setattr(waiting, "open_store", open_later)
     monkeypatch.setattr(waiting, "STILL_SECONDS", 0.02)
