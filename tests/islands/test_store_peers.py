@@ -123,7 +123,7 @@ def test_an_island_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             assert began.wait(60)
             for chosen, facts, says in (
                 (config(8), {"data": "two"}, "data is two here and one in the run"),
-                (config(2), {"data": "one"}, "model is"),
+                (config(2), {"data": "one"}, "parameter-layout is"),
             ):
                 other = Trainee(store, "b", chosen, total_tokens=10**9, begin=1, facts=facts)
                 with pytest.raises(UserError, match=says), trained(other):
