@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -346,6 +347,40 @@ def test_an_island_in_a_store_may_have_its_copies_in_host_memory(tmp_path: Path)
     _, used = own_loop_settings(config.islands, config.diloco)
     assert used.link.outer_state == "cpu"
     assert used.workers == 1
+
+
+LOGIN = {"location": "s3://islands", "access_key_id": "lab", "secret_access_key": "open-sesame"}
+SITE = {"name": "lab", "prefix": "mirror/lab/"}
+
+
+@pytest.mark.parametrize(
+    ("join", "name", "says"),
+    [
+        (LOGIN | SITE, "lab", ""),
+        (LOGIN | SITE, "lab.2", ""),
+        (LOGIN | {"name": "owner", "prefix": "mirror/owner/"}, "anything", ""),
+        (LOGIN | SITE, "a", r'islands\.name = "a": must be lab, the login in .*: give lab\.a$'),
+        (LOGIN | SITE, "lab-2", r"begin with it and a dot: give lab\.lab-2$"),
+        (LOGIN | SITE, ".lab", r"and begin with a letter, a digit or"),
+        (
+            {**LOGIN, "secret_access_key": ""},
+            "a",
+            r"islands\.join: .*join\.toml: secret_access_key is missing; use the newest join file",
+        ),
+    ],
+)
+def test_an_island_has_the_name_of_its_login(
+    tmp_path: Path, join: dict[str, str], name: str, says: str
+) -> None:
+    path = tmp_path / "join.toml"
+    path.write_text(tomli_w.dumps(join))
+    settings = {"islands.join": str(path), "islands.name": name}
+    if not says:
+        assert load_config("debug", settings).islands.name == name
+        return
+    with pytest.raises(ConfigError, match=says) as raised:
+        load_config("debug", settings)
+    assert "open-sesame" not in str(raised.value)
 
 
 def test_data_parallelism_may_average_gradients_in_bf16() -> None:

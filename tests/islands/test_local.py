@@ -89,9 +89,10 @@ def test_a_signal_ends_all_islands_and_then_the_syncer(tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 3, output
         assert is_gone(syncer)
-    first, see, last = sorted(output.splitlines())
+    first, own, where, last = sorted(output.splitlines())
     store = tmp_path / "store"
-    assert see == f"island-1 {store}"
+    assert own == f"island-1 {store}"
+    assert where == f"island-2, syncer: output.txt in the folders of these names in {tmp_path}"
     assert first.startswith("all islands: ")
     assert first.endswith(f"islands watch --join {store}")
     assert last.startswith(f"the islands and their store are in {tmp_path}; to continue a run")

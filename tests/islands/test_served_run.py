@@ -28,10 +28,11 @@ def test_islands_of_two_sites_train_over_a_bucket_of_ones_own(tmp_path: Path) ->
 
         def is_founded() -> bool:
             founder.look()
-            return not founder.decisions.is_empty
+            decision = founder.machine.decision
+            return decision is not None and decision.is_founded
 
         founder = island("owner", "owner")
-        wait_until(is_founded, "the first decision")
+        wait_until(is_founded, "the first copies")
         member = island(SITE, f"{SITE}.2")
         train([founder, member], STEPS, [100, 100])
         both = founder.versions.keys() & member.versions.keys()

@@ -105,8 +105,13 @@ def test_a_run_without_its_location_is_founded_again_only_if_asked(tmp_path: Pat
     empty = tmp_path / "empty"
     again = Trainee(empty, "a", chosen, total_tokens=total, begin=1, slots=1, saved=first.saved)
     message = "the location is empty, and the checkpoint is of run"
-    with pytest.raises(UserError, match=message), syncer(empty, tmp_path / "two"), trained(again):
+    with (
+        pytest.raises(UserError, match=message) as raised,
+        syncer(empty, tmp_path / "two"),
+        trained(again),
+    ):
         pass
+    assert raised.value.__notes__ == [f"islands.join leads to {empty}"]
     more = Trainee(
         empty, "a", chosen, total_tokens=total, begin=1, slots=1, saved=first.saved, found=True
     )
@@ -128,7 +133,7 @@ def test_an_island_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             assert began.wait(60)
             for chosen, facts, says in (
                 (config(8), {"data": "two"}, "data is two here and one in the run"),
-                (config(2), {"data": "one"}, "model is"),
+                (config(2), {"data": "one"}, "parameter-layout is"),
             ):
                 other = Trainee(store, "b", chosen, total_tokens=10**9, begin=1, facts=facts)
                 with pytest.raises(UserError, match=says), trained(other):

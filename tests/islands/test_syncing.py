@@ -1,5 +1,6 @@
 """Syncers as processes, which are killed, paused and replaced."""
 
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from tests.diloco.toy import config
 from tests.islands.by_hand import HandIsland, newest, open_run, syncer, train
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands.scratch import lock_folder
+from torchtitan_diloco.islands.syncing import SyncerProcess
 from torchtitan_diloco.islands.tasks import FragmentTasks
 from torchtitan_diloco.islands_store.jobs import Load
 from torchtitan_diloco.islands_store.note import Part
@@ -157,6 +159,50 @@ def test_a_paused_syncer_that_wakes_up_stands_by(tmp_path: Path) -> None:
             assert "another syncer decides: standing by" in first.stdout.read()
         equal_versions(pair)
         assert [slot.ledgers[0].lost for slot in newest(store).slots] == [0, 0]
+
+
+def test_a_syncer_takes_the_place_of_one_that_died_with_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and not when the decisions have stood still for some time."""
+    store, scratch = tmp_path / "store", tmp_path / "scratch"
+    monkeypatch.setattr("torchtitan_diloco.islands_store.commit.STANDSTILL", math.inf)
+    chosen = config(0, delay=1)
+    with open_run(store) as run:
+        pair = [HandIsland(run, name, chosen) for name in ("a", "b")]
+        with sync(store, scratch) as process:
+            train(pair, 10, TOKENS)
+            process.kill()
+            process.wait()
+        before = newest(store)
+        assert not before.stopped
+        (files,) = scratch.iterdir()
+        with syncer(store, files):
+            train(pair, 20, TOKENS)
+        assert newest(store).session != before.session
+        equal_versions(pair)
+
+
+def test_a_syncer_with_other_files_stands_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing says that the one that led is dead."""
+    monkeypatch.setattr("torchtitan_diloco.islands_store.commit.STANDSTILL", 1.0)
+    said = list[str]()
+    store = tmp_path / "store"
+    with open_run(store) as run:
+        pair = [HandIsland(run, name, config(0, delay=1)) for name in ("a", "b")]
+        with sync(store, tmp_path / "scratch") as process:
+            train(pair, 10, TOKENS)
+            process.kill()
+            process.wait()
+        other = SyncerProcess(run, tmp_path / "other", say=said.append)
+        thread = threading.Thread(target=other.run)
+        thread.start()
+        train(pair, 20, TOKENS)
+        other.stop()
+        thread.join()
+    assert said[0].startswith("standing by: run ")
 
 
 def test_one_folder_has_one_syncer(tmp_path: Path) -> None:

@@ -453,7 +453,7 @@ def test_an_island_that_may_not_found_waits_and_says_for_whom() -> None:
     unfounded = founded(())
     unfounded.fragments, unfounded.founder = [], B
     island.on_decision(unfounded, 0.0)
-    assert island.news[-1] == f"waiting for island {B} to store the first copies"
+    assert island.news[-1] == "waiting for island b to store the first copies"
     assert not island.is_founder
     founder = build_island(founds=founding())
     unfounded.founder = A

@@ -17,6 +17,7 @@ from torchtitan_diloco.base.background import ENCODING_THREADS, BackgroundThread
 from torchtitan_diloco.base.formatting import counted
 from torchtitan_diloco.base.hardware import GIB
 from torchtitan_diloco.base.tensors import drop_gathered
+from torchtitan_diloco.diloco.arithmetic import slot_count
 from torchtitan_diloco.diloco.codecs import build_codec, describe
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import Exchange
@@ -175,14 +176,16 @@ class Peers(ABC):
             verb = "falls" if end < overlap.mixing else "rises"
             weight = f"{verb} from {weight} to {end:g}"
         every = "step" if config.sync_every == 1 else f"{config.sync_every:,} steps"
-        momentum = f" momentum {outer.momentum:g}" if states[0].slots else ""
+        momentum = f" momentum {outer.momentum:g}" if slot_count(outer) else ""
         beginning = (
             f"{'':<10} in the first {counted(int(first.length), 'step')} every "
             f"{counted(first.sync_every, 'step')}, averaged and waited for"
         )
         memory = sum(state.bytes for state in states)
         place = "GPU" if states[0].outer.is_cuda else "host"
-        deltas = "one delta" if states[0].sent is None else "two deltas"
+        kept = ["shared parameters", "one delta" if states[0].sent is None else "two deltas"]
+        if states[0].slots:
+            kept.insert(1, "the outer optimizer")
         sizes = [fragment.megabytes for fragment in self.fragments]
         turns = f"the whole model, {sizes[0]:,.2f} MB in fp32"
         if len(sizes) > 1:
@@ -195,8 +198,7 @@ class Peers(ABC):
             f"later; local weight {weight}; {outer.name} lr {outer.lr:g}{momentum}",
             *([beginning] if first.length else []),
             f"{'wire':<10} {describe(config.quantization)}; summed in fp32",
-            f"{'':<10} {memory / GIB:.2f} GiB a rank on the {place} for shared parameters, the "
-            f"outer optimizer, {deltas}",
+            f"{'':<10} {memory / GIB:.2f} GiB a rank on the {place} for {', '.join(kept)}",
             f"{'fragments':<10} {turns}",
         ]
 

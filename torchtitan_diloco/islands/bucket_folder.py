@@ -30,7 +30,7 @@ from msgspec import Meta
 from torchtitan_diloco.base.hardware import write_whole
 from torchtitan_diloco.base.user import UserError, install_command
 from torchtitan_diloco.islands.config import HOST_PATTERN
-from torchtitan_diloco.islands_store.names import LOGIN_PATTERN, MIRROR, site_prefixes
+from torchtitan_diloco.islands_store.names import LOGIN_PATTERN, MIRROR, OWNER, site_prefixes
 from torchtitan_diloco.store import Kind
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate, GeneralName
 
 BUCKET = "islands"
-OWNER, SYNCER = "owner", "syncer"
+SYNCER = "syncer"
 """Logins of every folder: the owner's may do everything, the syncer's may write all objects."""
 RESERVED = (OWNER, SYNCER, "anonymous", "admin")
 """Logins that no site can have. For SeaweedFS, `anonymous` is everybody without a login."""

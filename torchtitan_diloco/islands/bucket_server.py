@@ -14,7 +14,6 @@ from torchtitan_diloco.base.process import STOP_SIGNALS
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands.bucket_folder import (
     BUCKET,
-    OWNER,
     SYNCER,
     BucketFolder,
     check_cryptography,
@@ -31,6 +30,7 @@ from torchtitan_diloco.islands.seaweed import (
     find_weed,
 )
 from torchtitan_diloco.islands.store_page import StorePages
+from torchtitan_diloco.islands_store.names import OWNER
 from torchtitan_diloco.store import Store, StoreError
 from torchtitan_diloco.store.bucket import Bucket
 from torchtitan_diloco.store.errors import PassingError

@@ -27,6 +27,7 @@ from torchtitan_diloco.base.settings import (
 from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.islands.records import LARGEST, Positive
+from torchtitan_diloco.islands_store.names import NAME_PATTERN, OWNER
 from torchtitan_diloco.store.join_file import read_join_file
 from torchtitan_diloco.store.location import BUCKETS, check_location
 
@@ -68,9 +69,6 @@ class Islands(Section):
     in `run.folder`, and a syncer runs beside them. 0: none."""
 
 
-NAME = r"[A-Za-z0-9_.-]{1,60}"
-
-
 def local_names(count: int) -> list[str]:
     """Return the names of islands that one command starts on this machine."""
     return [f"island-{number}" for number in range(1, count + 1)]
@@ -78,17 +76,28 @@ def local_names(count: int) -> list[str]:
 
 def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
     """Check the settings of an island. `begin`: number of islands that start together."""
+    site = ""
     try:
         if is_location(islands.join):
             check_location(islands.join)
+            site = site_of(islands.join)
         elif islands.join and not _is_file(islands.join):  # a file need not be here to plan
             Join.parse(islands.join)
     except ValueError as error:
         yield "islands.join", str(error).removeprefix("islands.join = ")
-    if islands.name and not re.fullmatch(NAME, islands.name):
+    if islands.name and not re.fullmatch(NAME_PATTERN, islands.name):
         yield (
             "islands.name",
-            ('must have at most 60 characters, from A-Z, a-z, 0-9, ".", "-" and "_"'),
+            (
+                'must have at most 60 characters, from A-Z, a-z, 0-9, ".", "-" and "_", and begin '
+                'with a letter, a digit or "_"'
+            ),
+        )
+    elif islands.name and site and not f"{islands.name}.".startswith(f"{site}."):
+        yield (
+            "islands.name",
+            f"must be {site}, the login in {islands.join}, or begin with it and a dot: give "
+            f"{site}.{islands.name}",
         )
     if islands.slots and islands.slots < begin:
         yield (
@@ -131,15 +140,21 @@ def is_location(join: str) -> bool:
     return True
 
 
+def site_of(location: str) -> str:
+    """Return the login in a join file if it is that of a site, which writes below its names only.
+    Otherwise return an empty string."""
+    path = Path(location).expanduser()
+    if not is_location(location) or not path.is_file():
+        return ""
+    join = read_join_file(path)
+    return join.name if join.prefix and join.name != OWNER else ""
+
+
 def check_may_decide(location: str) -> None:
     """Raise a UserError if a join file is that of a site, whose login may not write decisions."""
-    path = Path(location).expanduser()
-    if not path.is_file():
-        return
-    join = read_join_file(path)
-    if join.prefix:
+    if site := site_of(location):
         raise UserError(
-            f"{location}: the login of {join.name or 'this site'} may not decide for a run: "
+            f"{location}: the login of {site} may not decide for a run: "
             f"`{command_line('islands')} serve` runs the syncer beside its bucket; to run one "
             "elsewhere, give the join file of the owner"
         )
@@ -156,7 +171,7 @@ def run_of(join: str) -> str:
     return f"store-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
-def site_of(join: str) -> str:
+def login_in(join: str) -> str:
     """Return the login in a join file of a bucket, or nothing for any other location."""
     path = Path(join).expanduser()
     return read_join_file(path).name if "://" not in join and path.is_file() else ""

@@ -94,7 +94,7 @@ def settings_of(
 
 def facts_of(fragments: Sequence[Fragment], facts: Mapping[str, str]) -> dict[str, str]:
     """Return what must be equal on all islands: the model, and what the caller adds."""
-    found = {"model": "\n".join(describe_layout(fragments)), **facts}
+    found = {"parameter layout": "\n".join(describe_layout(fragments)), **facts}
     return {key.replace(" ", "-"): _short(value) for key, value in found.items()}
 
 

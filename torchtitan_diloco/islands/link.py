@@ -26,6 +26,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.witness import STILL_SECONDS
 from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.founding import store_copies
@@ -154,6 +155,8 @@ class Link:
             pass
         except BaseException as error:
             if not self._closed.is_set():
+                if isinstance(error, UserError) and self.run.location not in str(error):
+                    error.add_note(f"islands.join leads to {self.run.location}")
                 self._failure = error
                 with self._changed:
                     self._changed.notify_all()
@@ -293,7 +296,10 @@ class Link:
                 content = self.machine.note(self.gauges())
             try:
                 self.run.brief.replace(name, content, durable=False)
-            except (AwayError, FullError):
+            except AwayError:
+                self._is_note_due.set()
+            except FullError as error:
+                self.run.say_full(error)
                 self._is_note_due.set()
             self._sleep(pause)
 
@@ -419,8 +425,11 @@ class Link:
         """Return whether a call has succeeded. It is to be repeated otherwise."""
         try:
             assert call(), "another process writes the objects of this one"
-        except (AwayError, FullError) as error:
+        except AwayError as error:
             logger.warning(f"{error}; trying again")
+            return False
+        except FullError as error:
+            self.run.say_full(error)
             return False
         return True
 

@@ -35,7 +35,10 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
     with ExitStack() as stack:
         islands = list[subprocess.Popen[bytes]]()
         say(f"all islands: {command_line('islands')} watch --join {shlex.quote(str(store))}")
-        for own in [folder / name for name in local_names(count)]:
+        names = local_names(count)
+        others = f"{', '.join([*names[1:], SYNCER])}: {OUTPUT} in the folders of these names"
+        say(f"{others} in {folder}")
+        for own in [folder / name for name in names]:
             own.mkdir(parents=True, exist_ok=True)
             output = stack.enter_context((own / OUTPUT).open("ab")) if islands else None
             flags = ["--islands.join", str(store), "--islands.name", own.name]

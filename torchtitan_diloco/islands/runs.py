@@ -1,10 +1,12 @@
 """A run of islands in a store: its decisions, and its objects with tensors."""
 
+import math
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.islands_store.commit import (
     Call,
     CallFailedError,
@@ -16,10 +18,12 @@ from torchtitan_diloco.islands_store.commit import (
 )
 from torchtitan_diloco.islands_store.decision import Decision, decode_decision
 from torchtitan_diloco.islands_store.names import RUN, run_number
-from torchtitan_diloco.store import AwayError, LargeObjects, Store
+from torchtitan_diloco.store import AwayError, FullError, LargeObjects, Store
 
 STREAMS = 8
 """Default number of chunks of large objects that are in flight at a time."""
+FULL_SECONDS = 30.0
+"""Minimum time between two lines about a store that is full."""
 Result = TypeVar("Result")
 
 
@@ -35,6 +39,8 @@ class Run:
         self.brief = store.with_patience(patience)
         """The same store for small objects, by default for threads that repeat a failed call
         themselves."""
+        self._said_at = -math.inf
+        """When this process last logged that the store is full."""
 
     def drive(
         self, calls: Generator[Call, Any, Result], sleep: Callable[[float], None] = time.sleep
@@ -50,6 +56,9 @@ class Run:
                 try:
                     result = self._make(call, sleep)
                 except AwayError as error:
+                    call = calls.throw(CallFailedError(str(error)))
+                except FullError as error:
+                    self.say_full(error)
                     call = calls.throw(CallFailedError(str(error)))
                 else:
                     call = calls.send(result)
@@ -71,6 +80,13 @@ class Run:
             case _:
                 sleep(call.seconds)
         return None
+
+    def say_full(self, error: FullError) -> None:
+        """Log that nothing can be stored, now and then."""
+        now = time.monotonic()
+        if now - self._said_at >= FULL_SECONDS:
+            self._said_at = now
+            logger.warning(f"{error}: until then, islands train on, and nothing is merged")
 
     def newest(self) -> Decision | None:
         """Return the highest decision, or None if the location is empty."""

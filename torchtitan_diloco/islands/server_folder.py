@@ -18,7 +18,8 @@ from msgspec import Meta
 
 from torchtitan_diloco.base.settings import convert, setting_types
 from torchtitan_diloco.base.user import UserError, install_command, no_run
-from torchtitan_diloco.islands.config import HOST_PATTERN, NAME, RUN_PATTERN, Join
+from torchtitan_diloco.islands.config import HOST_PATTERN, RUN_PATTERN, Join
+from torchtitan_diloco.islands_store.names import NAME_PATTERN
 
 ANY_IPV4, ANY_IPV6, LOOPBACK = "0.0.0.0", "::", "127.0.0.1"
 ISLAND, ADMIN = "island", "admin"
@@ -93,7 +94,7 @@ class Folder:
         """Add a login for a site, or change its password, or remove it. Return its new join
         string."""
         sites = self.settings.sites
-        if site == ADMIN or not re.fullmatch(NAME, site):
+        if site == ADMIN or not re.fullmatch(NAME_PATTERN, site):
             raise UserError(
                 f"site {site!r}: give a name other than {ADMIN}, of at most 60 "
                 'characters from A-Z, a-z, 0-9, ".", "-" and "_"'

@@ -34,11 +34,12 @@ from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.state_dict import SHARED, FragmentFacts, OuterFacts, SavedState
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.diloco.witness import Witness
+from torchtitan_diloco.diloco.witness import STILL_SECONDS, Witness
 from torchtitan_diloco.islands.config import (
     Islands,
     change_commands,
     checked_count,
+    login_in,
     own_loop_settings,
     site_of,
 )
@@ -59,21 +60,22 @@ from torchtitan_diloco.islands.layout import Layout, Ranks, shapes_of
 from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.payload import Header
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.islands.store_joining import (
-    Seat,
-    WaitLog,
-    raise_if_ended,
-    take_seat,
-)
+from torchtitan_diloco.islands.store_joining import Seat, take_seat
 from torchtitan_diloco.islands.store_settings import in_diloco
 from torchtitan_diloco.islands.store_witness import StoreWitness
+from torchtitan_diloco.islands.waiting import (
+    Waiting,
+    at_boundary,
+    before_start,
+    obstacle,
+    run_is_over,
+)
 from torchtitan_diloco.islands_store import fragment as rules
 from torchtitan_diloco.islands_store import note as notes
 from torchtitan_diloco.islands_store.checkpoint import Saved
 from torchtitan_diloco.islands_store.fragment import Boundary
 from torchtitan_diloco.islands_store.island import ENDED, LEFT, Island
 from torchtitan_diloco.islands_store.settings import Settings
-from torchtitan_diloco.store import open_store
 
 CLOSE_SECONDS = 5.0
 """Seconds for which a rank waits at its end for the first one."""
@@ -147,7 +149,7 @@ class StorePeers(Peers):
         self._boundary_at = math.nan
         self._used: Settings | None = None
         self._witness = StoreWitness(islands.name, self.gauges)
-        self._waits = WaitLog(self._witness)
+        self._waiting = Waiting(f"island {islands.name}")
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -184,21 +186,16 @@ class StorePeers(Peers):
         drop_gathered(self.model)
         began = time.monotonic()
 
-        def say_wait() -> None:
-            if self._link is not None:
-                self._waits.say(self._link, began, self._link.machine.missing())
-
         def take(apply: rules.Apply) -> None:
             self._take(apply)
-            say_wait()  # others may train all the time
+            self._say_wait(began, before_start)  # others may train all the time
 
         while not self._last.has_begun:
             for _ in self._boundary(applies=take):
                 raise AssertionError("nothing is sent before the run has begun")
             self._last.raise_if_over(self.islands.name)
-            if self._link is not None:
-                raise_if_ended(self.islands.join, self._link.machine)
-            say_wait()
+            self._raise_if_ended()
+            self._say_wait(began, before_start)
         for _ in self._boundary(applies=self._take):
             raise AssertionError("nothing is sent before the first step")
         for state in self.states:
@@ -211,7 +208,7 @@ class StorePeers(Peers):
     def _open(self, checksums: Sequence[str]) -> Link:
         """Open the store, and build the machine of this island. `checksums`: of the copies P."""
         name = self.islands.name
-        store = open_store(self.islands.join, writes=f"part/{name}/")
+        store = self._waiting.open(self.islands.join, writes=f"part/{name}/")
         facts = facts_of(self.fragments, self._facts)
         settings = settings_of(
             self.config,
@@ -235,16 +232,23 @@ class StorePeers(Peers):
             f"{name}/{secrets.token_hex(4)}",
             facts=facts,
             shapes=founding.shapes,
-            founds=founding if saved is None or self.islands.found else None,
+            founds=founding if self._may_found else None,
             saved=saved,
             corpus=self._corpus,
             ranks=self._ranks.size,
         )
         link = Link(Run(store, self.config.link.streams), machine, self._copies, checksums)
-        self.gauges.site = site_of(self.islands.join)[: notes.MOST_OF_SITE]
+        self.gauges.site = login_in(self.islands.join)[: notes.MOST_OF_SITE]
         link.gauges = self._witness.own_gauges
         self._witness.link = link
         return link
+
+    @property
+    def _may_found(self) -> bool:
+        """Whether this island may begin a run in an empty location."""
+        if site_of(self.islands.join):
+            return False
+        return self._saved is None or self.islands.found
 
     def close(self) -> None:
         if self._link is not None:
@@ -342,7 +346,7 @@ class StorePeers(Peers):
             self._last.raise_if_over(self.islands.name)
             is_over = self.finished or self._last.may_train
             if not is_over:
-                self._waits.say(self._link, began, "the other islands or the syncer")
+                self._say_wait(began, at_boundary)
         self._boundary_at = time.perf_counter()
 
     def remaining_tasks(self) -> Iterator[Send | Apply]:
@@ -357,7 +361,7 @@ class StorePeers(Peers):
         while not self._last.ending:
             yield from self._boundary()
             self._last.raise_if_over(self.islands.name)
-            self._waits.say(self._link, began, "its last parts to be merged")
+            self._say_wait(began, at_boundary)
             if self._last.away_seconds > AWAY_SECONDS:
                 if self._link is not None:
                     logger.warning(
@@ -475,6 +479,23 @@ class StorePeers(Peers):
         yield Send(round_)
         self._sent[part.fragment] = round_
         self._encoded.append(self.background.submit(partial(self._encode, part, round_)))
+
+    def _raise_if_ended(self) -> None:
+        """Raise a RunOverError if there is nothing left to train."""
+        if self._link is None:
+            return
+        decision = self.machine.decision
+        if decision is not None and decision.ended and self.machine.slot is None:
+            raise run_is_over(decision, self.islands.join)
+
+    def _say_wait(self, since: float, describe: Callable[[Island], str]) -> None:
+        """Log what training waits for, on the first rank."""
+        if self._link is None:
+            return
+        watcher = self._witness.watcher
+        if watcher is not None and time.monotonic() - since >= STILL_SECONDS:
+            watcher.missing(self._witness.late())
+        self._waiting.say(since, obstacle(self._link, describe(self.machine)))
 
     def _use(self, settings: Settings) -> None:
         """Use the settings of the run."""

@@ -31,6 +31,7 @@ from torchtitan_diloco.islands.lanes import Lanes
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.scratch import lock_folder, read_session, write_session
 from torchtitan_diloco.islands.tasks import FragmentTasks, OverError, Result, TransferTasks
+from torchtitan_diloco.islands.waiting import Waiting
 from torchtitan_diloco.islands_store.commit import CallFailedError, Outcome, StandBy, commit
 from torchtitan_diloco.islands_store.decision import Decision
 from torchtitan_diloco.islands_store.fields import MalformedError
@@ -63,7 +64,7 @@ from torchtitan_diloco.islands_store.note import MOST_NOTE
 from torchtitan_diloco.islands_store.presence import SILENT
 from torchtitan_diloco.islands_store.settings import RATES
 from torchtitan_diloco.islands_store.syncer import Syncer
-from torchtitan_diloco.store import AwayError, DamagedError, Entry, open_store
+from torchtitan_diloco.store import AwayError, DamagedError, Entry
 from torchtitan_diloco.store.large import owner_of
 
 TICK, BUSY = 0.02, 3.0
@@ -418,7 +419,7 @@ def sync(
     check_may_decide(location)
     folder = scratch / hashlib.sha256(location.encode()).hexdigest()[:16]
     lock_folder(folder)  # until the process ends
-    run = Run(open_store(location))
+    run = Run(Waiting("the syncer").open(location, writes=""))
     process = SyncerProcess(run, folder, threads=threads, stays=stays, say=say)
 
     def stop(number: int, _: object) -> None:

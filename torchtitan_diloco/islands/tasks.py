@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
-from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.diloco.arithmetic import slot_count
 from torchtitan_diloco.islands.layout import Layout, Shapes, hexadecimal
 from torchtitan_diloco.islands.merging import (
@@ -71,7 +70,7 @@ class OverError(Exception):
     """The term is over: its tasks end."""
 
 
-def patiently(call: Callable[[], Result], sleep: Sleep) -> Result:
+def patiently(run: Run, call: Callable[[], Result], sleep: Sleep) -> Result:
     """Repeat a transfer until the store is there, and has room."""
     while True:
         try:
@@ -79,8 +78,8 @@ def patiently(call: Callable[[], Result], sleep: Sleep) -> Result:
         except AwayError:
             sleep(AGAIN_SECONDS)  # the store says so
         except FullError as error:
-            logger.warning(f"{error}; islands train on, and nothing is merged until there is room")
-            sleep(10 * AGAIN_SECONDS)
+            run.say_full(error)
+            sleep(AGAIN_SECONDS)
 
 
 class FragmentTasks:
@@ -169,7 +168,7 @@ class FragmentTasks:
         """Read a copy of a founder, and return its checksum, or nothing if there is none."""
         most = HEADER_BYTES + 4 * layout.values
         try:
-            content = patiently(lambda: self._run.large.get(name, most), self._sleep)
+            content = patiently(self._run, lambda: self._run.large.get(name, most), self._sleep)
             if content is None:
                 return ""
             read_copy(content, state.published)
@@ -218,7 +217,9 @@ class FragmentTasks:
     def _get(self, stored: Object, most: int) -> bytearray:
         """Return a content that a decision names."""
         for _ in range(LOOKS):
-            content = patiently(lambda: self._run.large.get(stored.name, most), self._sleep)
+            content = patiently(
+                self._run, lambda: self._run.large.get(stored.name, most), self._sleep
+            )
             if content is not None:
                 return content
             self._sleep(LOOK_SECONDS)
@@ -319,7 +320,9 @@ class TransferTasks:
         found: float | Fate = Fate.UNREADABLE
         try:
             for _ in range(LOOKS):
-                content = patiently(lambda: self._run.large.get(name, part.size), self._sleep)
+                content = patiently(
+                    self._run, lambda: self._run.large.get(name, part.size), self._sleep
+                )
                 if content is not None:
                     found = self._judge(job, content)
                     break
@@ -342,7 +345,7 @@ class TransferTasks:
         stored = job.stored
         content = self._fragments.content_of(stored)
         create = partial(self._run.large.create, stored.name, content, resume=True)
-        if not patiently(create, self._sleep):
+        if not patiently(self._run, create, self._sleep):
             self._supersede()
             return
         self._fragments.forget_content(stored)
@@ -352,8 +355,8 @@ class TransferTasks:
         match job:
             case Record():
                 name = history_name(job.number)
-                patiently(lambda: self._run.store.create(name, job.content), self._sleep)
+                patiently(self._run, lambda: self._run.store.create(name, job.content), self._sleep)
                 self._deliver(lambda machine: machine.on_recorded(job.number))
             case Delete():
                 for name in job.names:
-                    patiently(partial(self._run.large.delete, name), self._sleep)
+                    patiently(self._run, partial(self._run.large.delete, name), self._sleep)

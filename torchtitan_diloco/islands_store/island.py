@@ -27,7 +27,7 @@ from torchtitan_diloco.islands_store.fragment import (
     OwnFragment,
     Send,
 )
-from torchtitan_diloco.islands_store.names import Object, part_name
+from torchtitan_diloco.islands_store.names import Object, name_of, part_name
 from torchtitan_diloco.islands_store.note import GIVE, JOIN, Gauges, Note, Part, encode_note
 from torchtitan_diloco.islands_store.settings import Settings
 
@@ -96,25 +96,6 @@ class Island:
         self._clock_floor = max(self._clock_floor, merged + (self.tokens - tokens) * ready)
         return self._clock_floor
 
-    def missing(self) -> str:
-        """Describe what it waits for before it trains."""
-        decision = self.decision
-        if decision is None or not decision.is_founded:
-            return "the run to be founded"
-        slots = decision.slots
-        if self.slot is None and len(slots) >= self.settings.slots:
-            fitting = [slot for slot in slots if slot.corpus in ("", self.corpus)]
-            of_corpus = " of its corpus" * (len(fitting) < len(slots))
-            if all(slot.owner is not None for slot in fitting):
-                return (
-                    f"a free slot{of_corpus}: {len(fitting)} of {len(slots)} slots fit, and the "
-                    "owner of the run can raise `slots`"
-                )
-        if not decision.begun:
-            missing = self.settings.start_with - len(decision.owners())
-            return f"{missing} more islands, with which the run begins"
-        return "the run to begin"
-
     def say(self, line: str) -> None:
         if line not in self.news[-8:]:
             self.news.append(line)
@@ -147,7 +128,9 @@ class Island:
             return
         if not decision.fragments:
             self.may_found = self.founds is not None  # if the chosen founder dies
-            self.say(f"waiting for island {decision.founder} to store the first copies")
+            if decision.founder != self.incarnation:
+                founder = name_of(decision.founder)
+                self.say(f"waiting for island {founder} to store the first copies")
         elif before is None or not before.fragments:
             check_run(decision, self._facts, self._shapes, self._saved_run)
         else:

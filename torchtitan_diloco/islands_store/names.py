@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 RUN, HISTORY, ISLAND, PART = "run/", "history/", "island/", "part/"
 FOUND, CHANGE, MIRROR = "found/", "change/", "mirror/"
+OWNER = "owner"
+"""Login that may write all names, which founds and changes runs."""
 VERSION, COPY, OUTER = "version", "copy", "outer"
 DIGITS = 12
 LARGEST = 10**DIGITS - 1

@@ -14,8 +14,13 @@ from torchtitan_diloco.config.schema import WORKER_FIELD
 from torchtitan_diloco.data.corpus import find_corpus, own_name
 from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
-from torchtitan_diloco.islands.config import check_may_decide, local_names, run_of
-from torchtitan_diloco.store.location import check_location, is_bucket
+from torchtitan_diloco.islands.config import (
+    check_may_decide,
+    is_location,
+    local_names,
+    run_of,
+)
+from torchtitan_diloco.store.location import check_location, check_present, is_bucket
 
 MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 PUBLISHED = {
@@ -48,9 +53,12 @@ def early_warnings(config: Config) -> list[str]:
 def missing(config: Config) -> Iterator[str]:
     """Yield what has to be installed, found, downloaded and prepared, in this order."""
     files = [*_missing_files(config)]
+    stores = [config.checkpoint.mirror]
+    if is_location(config.islands.join):
+        stores.append(config.islands.join)
     packages = {
         "wandb": ("wandb", config.metrics.wandb),
-        "obstore": ("bucket", is_bucket(config.checkpoint.mirror)),
+        "obstore": ("bucket", any(map(is_bucket, stores))),
         "mlflow": ("mlflow", config.metrics.mlflow),
         "datasets": ("c4", any(f"--source {HUGGING_FACE_PREFIX}" in problem for problem in files)),
     }
@@ -58,14 +66,17 @@ def missing(config: Config) -> Iterator[str]:
         if needed and find_spec(package) is None:
             yield f"install {package}: {install_command(extra)}"
     if config.checkpoint.mirror:
-        for problem in _tried(check_location, config.checkpoint.mirror):
-            yield f"checkpoint.mirror: {problem}"
+        for check in (check_location, check_present):
+            for problem in _tried(check, config.checkpoint.mirror):
+                yield f"checkpoint.mirror: {problem}"
     if config.metrics.mlflow and not os.environ.get(MLFLOW_SERVER):
         given = f'metrics.mlflow = "{config.metrics.mlflow}"'
         yield f"{given}: set {MLFLOW_SERVER} to the address of the tracking server"
     yield from _tried(check_device, config.run.device)
-    if config.islands.join:
-        yield from _tried(run_of, config.islands.join)
+    if join := config.islands.join:
+        for problem in _tried(check_present, join):
+            yield f"islands.join: {problem}"
+        yield from _tried(run_of, join)
     if config.islands.sync:
         yield from _tried(check_may_decide, config.islands.join)
     yield from _missing_interfaces(config)

@@ -18,8 +18,8 @@ LONGEST_PAUSE = 0.2
 """Longest of these pauses, in seconds: decisions and notes go on as soon as a cut is over."""
 LONGEST_LARGE_PAUSE = 2.0
 """The same for contents of some MB, of which a busy server is to get fewer."""
-QUIET_SECONDS = 10.0
-"""Minimum seconds between two log lines about the same verb."""
+QUIET_SECONDS, LONGEST_QUIET = 10.0, 60.0
+"""Minimum seconds between two log lines about the same verb, which grow with the failure."""
 
 
 class Attempts:
@@ -75,8 +75,9 @@ class Attempts:
             return
         now = time.monotonic()
         with self._lock:
-            self._failing.setdefault(verb, now)
-            if now < self._said.get(verb, -QUIET_SECONDS) + QUIET_SECONDS:
+            began = self._failing.setdefault(verb, now)
+            quiet = min(max(QUIET_SECONDS, now - began), LONGEST_QUIET)
+            if now < self._said.get(verb, -quiet) + quiet:
                 return
             self._said[verb] = now
         logger.warning(

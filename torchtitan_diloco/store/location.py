@@ -9,6 +9,8 @@ from torchtitan_diloco.store.join_file import JoinFile, check_bucket_url, read_j
 from torchtitan_diloco.store.store import PATIENCE_SECONDS, Backend, Store
 
 BUCKETS = ("s3", "gs", "az")
+JOIN_FILE = ".toml"
+"""Suffix of the name of a join file."""
 KINDS = "a folder, a join file, s3://, gs:// or az://"
 
 
@@ -46,6 +48,18 @@ def check_location(location: str) -> None:
     _parse(location)
 
 
+def check_present(location: str) -> None:
+    """Raise a UserError if a location is a join file that is not there.
+
+    Its name would otherwise be taken for that of a new folder.
+    """
+    path = Path(location).expanduser()
+    if "://" not in location and path.suffix == JOIN_FILE and not path.exists():
+        raise RefusedError(
+            f"{location}: there is no such join file; copy it to this machine, or correct its path"
+        )
+
+
 def is_bucket(location: str) -> bool:
     """Return whether a location is in a bucket, which needs the extra `bucket`."""
     scheme, separator, _ = location.partition("://")
@@ -70,6 +84,7 @@ def _parse(location: str) -> Path | JoinFile | str:
 
 
 def _backend(location: str, *, make: bool) -> Backend:
+    check_present(location)
     place = _parse(location)
     if isinstance(place, Path):
         return Folder(place, make=make)

@@ -1,0 +1,110 @@
+"""What an island waits for, in words for users, and when it says so."""
+
+import os
+import time
+
+from torchtitan_diloco.base.formatting import counted
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import LOCAL_ISLANDS, RunOverError, command_line
+from torchtitan_diloco.diloco.liveness import LATE_SECONDS
+from torchtitan_diloco.diloco.witness import STILL_SECONDS
+from torchtitan_diloco.islands.link import Link
+from torchtitan_diloco.islands_store.decision import Decision
+from torchtitan_diloco.islands_store.island import Island
+from torchtitan_diloco.islands_store.names import name_of
+from torchtitan_diloco.store import AwayError, Store, open_store
+from torchtitan_diloco.store.store import PATIENCE_SECONDS
+
+OFTEN = 60.0
+"""Longest time between two lines about the same wait, in seconds."""
+OPEN_SECONDS = 5.0
+"""Time for an attempt to open a store."""
+
+
+class Waiting:
+    """Logs what a process waits for: after ten seconds, and then at growing intervals."""
+
+    def __init__(self, who: str) -> None:
+        """`who`: waits, such as `island a`."""
+        self._who = who
+        self._said = 0.0
+
+    def say(self, since: float, what: str) -> None:
+        """`since`: when the wait has begun, in the time of `time.monotonic`."""
+        waited = time.monotonic() - since
+        if waited < STILL_SECONDS:
+            self._said = 0.0
+        elif waited > max(LATE_SECONDS, min(2 * self._said, self._said + OFTEN)):
+            self._said = waited
+            logger.warning(f"{self._who}: waiting since {waited:.0f} s for {what}")
+
+    def open(self, location: str, writes: str) -> Store:
+        """Open the store of a run, after waiting for its server."""
+        since = time.monotonic()
+        while True:
+            try:
+                store = open_store(location, writes=writes, patience=OPEN_SECONDS)
+            except AwayError as error:
+                self.say(since, f"the store: {error}")
+                time.sleep(STILL_SECONDS)
+            else:
+                return store.with_patience(PATIENCE_SECONDS)
+
+
+def obstacle(link: Link, what: str) -> str:
+    """Return what an island waits for: the store, the syncer, or, if both are there, `what`."""
+    away = link.away_seconds
+    if away > STILL_SECONDS:
+        return f"the store {link.run.location}, which cannot be reached since {away:.0f} s"
+    machine = link.machine
+    can_begin = machine.decision is not None or machine.founds is not None
+    if can_begin and time.monotonic() - machine.heard_at > STILL_SECONDS:
+        command = f"{command_line('islands')} sync {link.run.location}"
+        return f"a syncer: start `{command}`, if none is running"
+    return what
+
+
+def before_start(machine: Island) -> str:
+    """Return what an island waits for until it trains, other than the store and the syncer."""
+    decision = machine.decision
+    if decision is None:
+        return "an island that may begin the run, such as one with the join file of the owner"
+    if not decision.is_founded:
+        is_own = decision.founder == machine.incarnation
+        founder = "its own" if is_own else f"those of island {name_of(decision.founder)}"
+        return f"the first copies to be stored, {founder}"
+    if machine.slot is None:
+        slots = decision.settings.slots
+        fitting = [slot for slot in decision.slots if slot.corpus in ("", machine.corpus)]
+        is_full = len(decision.slots) == slots and all(slot.owner for slot in fitting)
+        if is_full and len(fitting) < slots:
+            return f"a slot of its corpus: {len(fitting)} of {slots} (islands.slots) are of it"
+        if is_full:
+            return f"a slot: {counted(slots, 'slot')} (islands.slots) have owners"
+        return "a slot"
+    if not decision.begun:
+        needed = decision.settings.start_with
+        return (
+            f"more islands: {len(decision.owners())} of the {needed} that start together "
+            "(islands.begin of the run) are there"
+        )
+    return "the newest copies"
+
+
+def at_boundary(machine: Island) -> str:
+    """Return what training waits for between two steps."""
+    decision = machine.decision
+    others = [] if decision is None else [name_of(one) for one in decision.ready]
+    others = sorted(name for name in others if name != name_of(machine.incarnation))
+    senders = f", to which {' and '.join(others)} contribute" if others else ""
+    return f"versions with its last parts{senders}"
+
+
+def run_is_over(decision: Decision, join: str) -> RunOverError:
+    """Return an error that says what can be done with a run that has ended."""
+    command = f"{command_line('islands')} change total_tokens TOKENS --join {join}"
+    key = "run.folder" if LOCAL_ISLANDS in os.environ else "islands.join"
+    return RunOverError(
+        f"run {decision.run} in {join} has ended after {decision.fragments[0].clock:,} tokens, so "
+        f"nothing is left to train: `{command}` makes it longer, and another {key} begins a new run"
+    )
