@@ -208,7 +208,7 @@ def test_an_island_continues_only_a_slot_of_its_own_corpus(
         with pytest.raises(KilledError), trained(island("b", "bb", steps=40)):
             pass
         with trained(island("c", "cc")):
-            wait_until(lambda: "a free slot of its corpus" in caplog.text, "what c waits for")
+            wait_until(lambda: "a slot of its corpus" in caplog.text, "what c waits for")
             assert "c" not in places
             with trained(island("d", "bb")):
                 wait_until(lambda: "d" in places, "the slot of b")
