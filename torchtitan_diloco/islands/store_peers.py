@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.settings import check_class
 from torchtitan_diloco.base.tensors import drop_gathered
-from torchtitan_diloco.base.user import PeersLostError, UserError, command_line
+from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
@@ -51,34 +50,19 @@ from torchtitan_diloco.islands.founding import (
 from torchtitan_diloco.islands.gauges import STEP_TIMES, Gauges
 from torchtitan_diloco.islands.layout import Layout, shapes_of
 from torchtitan_diloco.islands.link import Link
-from torchtitan_diloco.islands.members import IslandFencedError
 from torchtitan_diloco.islands.payload import Header, encode
 from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.seat import Seat, raise_if_ended, raise_if_over, seat_of
 from torchtitan_diloco.islands.store_changes import in_diloco
 from torchtitan_diloco.islands_store import fragment as rules
 from torchtitan_diloco.islands_store import note as notes
 from torchtitan_diloco.islands_store.checkpoint import Saved
-from torchtitan_diloco.islands_store.decision import ENDS, ORDERS
-from torchtitan_diloco.islands_store.island import ENDED, LEFT, REJOIN, Island
+from torchtitan_diloco.islands_store.island import ENDED, LEFT, Island
 from torchtitan_diloco.islands_store.settings import Settings
 from torchtitan_diloco.store import open_store
 
 AWAY_SECONDS = 10.0
 """Seconds without the store after which an island that leaves gives up."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Position of an island in the run."""
-
-    slot: int
-    slots: int
-    streams: int
-    block: int
-    position: int
-    """First sample of the slot for this island."""
-    entered: tuple[int, ...] = ()
-    """Positions at which the stream of the slot has entered phases of the data."""
 
 
 class StorePeers(Peers, Witness):
@@ -179,30 +163,18 @@ class StorePeers(Peers, Witness):
         while not link.machine.is_training:
             for _ in self._boundary(applies=take):
                 raise AssertionError("nothing is sent before the run has begun")
-            self._raise_if_over()
-            self._raise_if_ended()
+            raise_if_over(link.machine, self.islands)
+            raise_if_ended(link.machine, self.islands)
             self._say_wait(began, link.machine.missing())
         for _ in self._boundary(applies=self._take):
             raise AssertionError("nothing is sent before the first step")
         for state in self.states:
             state.write_model()
-        machine = link.machine
-        settings = machine.settings
-        decision = machine.decision
-        assert decision is not None
-        assert machine.slot is not None
-        self.seat = Seat(
-            machine.slot,
-            settings.slots,
-            settings.streams,
-            settings.block,
-            machine.position,
-            tuple(machine.entered),
-        )
+        self.seat = seat = seat_of(link.machine)
         copy = f"takes the newest shared copy, of {self.clock:,} tokens, and " * (self.clock > 0)
         logger.info(
-            f"island {self.islands.name} has slot {machine.slot} of {settings.slots} in run "
-            f"{decision.run}, {copy}starts at its sample {machine.position:,}"
+            f"island {self.islands.name} has slot {seat.slot} of {seat.slots} in run {seat.run}, "
+            f"{copy}starts at its sample {seat.position:,}"
         )
         return self.seat
 
@@ -224,7 +196,7 @@ class StorePeers(Peers, Witness):
         founding = new_founding(self.states, settings)
         saved = self._saved
         if saved is None and self._job is not None:
-            saved = Saved.of_job(self._job.tokens, len(self.states), self._job.slots)
+            saved = self._job.saved(len(self.states), self.islands.slots, self._corpus)
         if saved is not None:
             founding = saved.found(founding)
             if saved.fragments:
@@ -328,7 +300,7 @@ class StorePeers(Peers, Witness):
         is_over = False
         while not is_over:
             yield from self._boundary()
-            self._raise_if_over()
+            raise_if_over(self.machine, self.islands)
             is_over = bool(machine.ending) or machine.is_leaving or self._may_train
             if not is_over:
                 self._say_wait(began, "the other islands or the syncer")
@@ -337,14 +309,14 @@ class StorePeers(Peers, Witness):
     def remaining_tasks(self) -> Iterator[Send | Apply]:
         if self._link is None:
             return
-        self._raise_if_over()
+        raise_if_over(self.machine, self.islands)
         if self.machine.ending:
             return
         self._link.leave()
         began = time.monotonic()
         while not self.machine.ending:
             yield from self._boundary()
-            self._raise_if_over()
+            raise_if_over(self.machine, self.islands)
             self._say_wait(began, "its last parts to be merged")
             if self._link.away_seconds > AWAY_SECONDS:
                 logger.warning(
@@ -433,28 +405,6 @@ class StorePeers(Peers, Witness):
         yield Send(round_)
         self._sent[part.fragment] = round_
         self._encoded.append(self.background.submit(partial(self._encode, part, round_)))
-
-    def _raise_if_over(self) -> None:
-        """Raise an error if another process has this island's place."""
-        ending = self.machine.ending
-        name = self.islands.name
-        if ending in ENDS:
-            raise IslandFencedError(f"island {name} ends: {ORDERS[ending]}")
-        if ending == REJOIN:
-            raise PeersLostError(
-                f"island {name} was silent for long, and another one has its slot: start it again, "
-                "from its latest checkpoint, to get the newest shared copy and a slot"
-            )
-
-    def _raise_if_ended(self) -> None:
-        """Raise an error if there is nothing left to train."""
-        decision = self.machine.decision
-        if decision is not None and decision.ended and self.machine.slot is None:
-            raise UserError(
-                f"run {decision.run} in {self.islands.join} has ended after "
-                f"{decision.fragments[0].clock:,} tokens: join another one, or make this one "
-                f"longer with a larger total_tokens"
-            )
 
     def _say_wait(self, since: float, what: str) -> None:
         """Log what training waits for, at growing intervals."""
