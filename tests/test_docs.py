@@ -57,6 +57,7 @@ ELSEWHERE = {
     ("data-and-models.md", "lm_eval"): "network; tests/export/test_commands.py",
     ("downstream.md", "benchmarks.downstream"): "an hour; tests/benchmarks/test_downstream.py",
     ("islands.md", "--islands.local 3"): "a kill, 4 processes; tests/islands/test_run.py",
+    ("islands.md", "--islands.found true"): "three machines; tests/islands/test_store_run.py",
     ("islands.md", "site-a$"): "three machines; tests/test_two_sites.py",
     ("islands.md", "store$"): "two machines; tests/islands/test_bucket_server.py",
     ("islands.md", "node-0$"): "three machines; tests/islands/test_store_run.py",

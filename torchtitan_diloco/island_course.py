@@ -18,7 +18,6 @@ from torchtitan_diloco.islands import IslandPeers
 from torchtitan_diloco.islands.config import is_location, run_of
 from torchtitan_diloco.islands.founding import JobCheckpoint
 from torchtitan_diloco.islands.store_peers import StorePeers
-from torchtitan_diloco.islands_store.founding import SlotStart
 
 
 class IslandCourse:
@@ -130,9 +129,7 @@ def job_checkpoint(
 ) -> JobCheckpoint | None:
     """Return what a run can be founded from, or None without the checkpoint of a job.
 
-    Slots begin after the samples of the job, where these have a place in their streams: with
-    `data.shard_by = "own"`, only the corpora of this island are known. `block`: consecutive samples
-    of a slot in the order that all share.
+    `block`: consecutive samples of a slot in the order that all share.
     """
     if manifest is None or (manifest.outer is not None and manifest.outer.island):
         return None
@@ -145,6 +142,6 @@ def job_checkpoint(
         # of them of which the job has read nothing.
         return -(-position // (slots * block)) * block
 
-    starts = [start for start in data.starts_in_run(plan) if start <= data.position.samples]
-    slot = SlotStart(in_slot(data.position.samples), list(map(in_slot, starts)), data.own_digest)
-    return JobCheckpoint(manifest.tokens, [slot] * (1 if data.own_digest else slots))
+    position = data.position.samples
+    starts = [in_slot(start) for start in data.starts_in_run(plan) if start <= position]
+    return JobCheckpoint(manifest.tokens, in_slot(position), starts)

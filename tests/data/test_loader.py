@@ -208,8 +208,14 @@ def test_streams_enter_a_segment_at_positions_of_their_own(
             return torch.from_numpy(places), torch.from_numpy(places)
 
     def loader(number: int, *chosen: Segment) -> TrainLoader:
-        layout = {"sequence_length": LENGTH, "batch_size": 2, "accumulation": 2}
-        single = {"rank": 0, "ranks": 1, "seed": 0, "shuffle": True, "prefetch": prefetch}
+        layout: dict[str, Any] = {"sequence_length": LENGTH, "batch_size": 2, "accumulation": 2}
+        single: dict[str, Any] = {
+            "rank": 0,
+            "ranks": 1,
+            "seed": 0,
+            "shuffle": True,
+            "prefetch": prefetch,
+        }
         stream = Stream(number, 2, block=block)
         found = TrainLoader(
             corpora, segments=chosen, stream=stream, own_turns=True, **layout, **single

@@ -1,15 +1,20 @@
-"""Two islands over the bucket of one's own, whose syncer decides."""
+"""Islands over the bucket of one's own, whose syncer decides."""
 
+import shutil
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
 
+from tests.components.test_resume import last
 from tests.diloco.toy import config
 from tests.islands.by_hand import HandIsland, train
 from tests.islands.servers import free_port, wait_until
 from tests.islands.test_bucket_server import SITE, serving
+from tests.islands.test_store_run import end_of, island
+from torchtitan_diloco.components.checkpoint_folder import step_of
 from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands_store import names
 from torchtitan_diloco.store import open_store
 
 STEPS = 36
@@ -39,3 +44,38 @@ def test_islands_of_two_sites_train_over_a_bucket_of_ones_own(tmp_path: Path) ->
         assert max(version for _, version in both) > 3
         for key in both:
             assert torch.equal(founder.versions[key], member.versions[key]), key
+
+
+def test_an_island_of_a_site_that_has_lost_its_machine_continues_from_its_mirror(
+    tmp_path: Path,
+) -> None:
+    """One join file is enough for the run and for the mirror."""
+    flags = ["--address", "127.0.0.1", "--port", free_port()]
+    with serving(tmp_path / "bucket", *flags) as server, ExitStack() as stack:
+        server.site()
+
+        def train(login: str, stop_after: int, **more: object) -> str:
+            join_file = server.join_file(login)
+            process = island(
+                tmp_path,
+                login,
+                islands__join=join_file,
+                islands__begin=1,
+                islands__slots=2,
+                training__stop_after=stop_after,
+                **more,
+            )
+            stack.callback(process.kill)
+            return end_of(process)
+
+        train("owner", 4)
+        mirror = {"checkpoint__mirror": server.join_file(SITE)}
+        output = train(SITE, 8, **mirror)
+        assert "mirror: step 8" in output, output
+        shutil.rmtree(tmp_path / SITE)
+        output = train(SITE, 12, **mirror)
+        assert "step 8 was taken from" in output, output
+        assert "resumed from" in output
+        assert step_of(last(tmp_path / SITE)) == 12
+        with closing(open_store(server.join_file(SITE), writes=None, quiet=True)) as store:
+            assert {one.name.split("/")[1] for one in store.list(names.MIRROR)} == {SITE}

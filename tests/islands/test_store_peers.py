@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.diloco.toy import config
+from tests.diloco.toy import Net, config, full, inner_step, parameters, sgd
 from tests.islands.by_hand import newest, open_run, syncer
 from tests.islands.test_one_job import Versions, one_job
 from tests.islands.test_syncing import wait_for
-from tests.islands.trainees import TOKENS, Trainee, trained
+from tests.islands.trainees import SAMPLES, TOKENS, Trainee, trained
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.user import PeersLostError, UserError
-from torchtitan_diloco.diloco import Quantization
+from torchtitan_diloco.diloco import Beginning, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.state_dict import SHARED, SavedState
 from torchtitan_diloco.islands.config import Islands
+from torchtitan_diloco.islands.founding import JobCheckpoint
 from torchtitan_diloco.islands.layout import hexadecimal
+from torchtitan_diloco.islands.store_joining import Seat
 from torchtitan_diloco.islands.store_peers import StorePeers
 from torchtitan_diloco.islands_store.note import JOIN, Part
 from torchtitan_diloco.store import AwayError
@@ -121,6 +124,54 @@ def test_a_run_without_its_location_is_founded_again_only_if_asked(tmp_path: Pat
     assert decision.run == newest(tmp_path / "store").run
     assert decision.ended
     assert more.steps < 60, "its clock goes on"
+
+
+def test_a_run_is_founded_from_the_checkpoint_of_a_job(tmp_path: Path) -> None:
+    """Its shared parameters, tokens and the places of its samples are those of the run."""
+    begun = replace(config(8), beginning=Beginning(length=20))
+    model = Net()
+    optimizer = sgd(model)
+    job = StreamingDiLoCo(model, None, begun, optimizer=optimizer)
+    for step in range(1, 21):
+        inner_step(model, optimizer, 0, step)
+        job.step(TOKENS)
+    shared = {name: full(value) for name, value in job.global_state_dict().items()}
+    state = job.state_dict()
+    tokens = 20 * TOKENS
+    options: dict[str, Any] = {
+        "total_tokens": 60 * TOKENS,
+        "saved": state,
+        "job": JobCheckpoint(tokens, position=20, entered=[10]),
+        "phases": [0.1],
+    }
+    store = tmp_path / "store"
+    refused = Trainee(store, "a", config(8), **options)
+    message = "the checkpoint is of a job: .* set --islands.found true"
+    with pytest.raises(UserError, match=message), syncer(store, tmp_path / "one"), trained(refused):
+        pass
+    pair = [Trainee(store, name, config(8), found=True, **options) for name in "ab"]
+
+    def look(one: Trainee, seat: Seat) -> None:
+        assert (seat.position, seat.entered) == (20, (10,))
+        assert one.peers.clock == tokens
+        for name, value in one.outer.global_state_dict().items():
+            assert torch.equal(full(value), shared[name]), name
+        assert all(
+            torch.equal(value, shared[name]) for name, value in parameters(one.model).items()
+        )
+
+    for one in pair:
+        one.on_join = partial(look, one)
+    with syncer(store, tmp_path / "two"), trained(*pair):
+        pass
+    same(*pair)
+    decision = newest(store)
+    assert decision.ended
+    for number, fragment in enumerate(decision.fragments):
+        ledgers = [slot.ledgers[number] for slot in decision.slots]
+        merged = sum(ledger.taken - 20 - ledger.lost for ledger in ledgers)
+        assert fragment.clock == tokens + merged * TOKENS // SAMPLES
+    assert sum(one.steps for one in pair) < 60, "the job has taken some of its steps"
 
 
 def test_an_island_that_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -284,7 +335,7 @@ def test_a_download_is_dropped_if_its_base_was_reset_meanwhile(tmp_path: Path) -
                 seen.append(own.is_wrong)
         return checksum
 
-    first.peers._copies.prepare = reset_meanwhile  # type: ignore[assignment]
+    first.peers._copies.prepare = reset_meanwhile  # type: ignore[method-assign]
     with syncer(store, tmp_path / "scratch"), trained(first, second):
         pass
     same(first, second)
@@ -324,9 +375,13 @@ def test_a_lost_slot_is_an_error_for_people_and_no_end(
         if stops.is_set():
             one.stop.set()
 
+    def step_of_spare(_: int) -> None:
+        spare_trains.set()
+        stop(spare)
+
     second.on_step = cut
     first.on_step = lambda _: stop(first)
-    spare.on_step = lambda _: (spare_trains.set(), stop(spare))
+    spare.on_step = step_of_spare
     with syncer(store, tmp_path / "scratch"), trained(first):
         second.thread.start()
         assert is_cut.wait(60)
@@ -337,7 +392,13 @@ def test_a_lost_slot_is_an_error_for_people_and_no_end(
             assert spare_trains.wait(60)
             spare.stop.set()
         again = Trainee(store, "b", config(8), saved=second.saved, **options)
-        again.on_step = lambda step: stops.set() if step == 10 else stop(again)
+
+        def step_again(step: int) -> None:
+            if step == 10:
+                stops.set()
+            stop(again)
+
+        again.on_step = step_again
         with trained(again):
             pass
     assert again.peers.left
@@ -349,8 +410,7 @@ def test_the_end_of_an_own_loop_is_known_after_it_is_closed(tmp_path: Path) -> N
     only = Trainee(
         tmp_path / "store", "a", config(8), total_tokens=30 * TOKENS, begin=1, slots=1, phases=[0.5]
     )
-    assert not only.peers.finished
-    assert (only.peers.clock, only.peers.entered) == (0, [])
+    assert (only.peers.finished, only.peers.clock, only.peers.entered) == (False, 0, [])
     only.on_step = lambda step: setattr(only.peers.gauges, "loss", 0.5 * step)
     with syncer(tmp_path / "store", tmp_path / "scratch"), trained(only):
         pass

@@ -1,12 +1,14 @@
 """The trainer on islands in a folder: the command of the syncer, and those of two islands."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from tests.islands.test_run import SETTINGS
 from tests.islands.test_syncing import sync
 from tests.metadata_server import GCP, metadata_server
 from tests.test_trainer import records
+from torchtitan_diloco.base.user import USER_ERROR
 from torchtitan_diloco.components.checkpoint_folder import read_manifest
 
 PATIENCE = 240.0
@@ -150,3 +153,54 @@ def test_the_syncer_beside_an_island_outlasts_it(tmp_path: Path) -> None:
     decision = newest(tmp_path / "store")
     assert decision.ended
     assert decision.stopped
+
+
+def test_islands_continue_a_job_that_had_a_beginning(tmp_path: Path) -> None:
+    """At its tokens and its place in the order of samples; a new machine does so from a mirror."""
+    job = {key: value for key, value in SETTINGS.items() if not key.startswith("islands.")}
+    job |= {"diloco.beginning.length": 16, "training.stop_after": 16, "training.steps": 80}
+    job |= {"diloco.workers": 1, "run.folder": tmp_path / "job"}
+    words = [word for key, value in job.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "torchtitan_diloco", "train", "--config", "debug", *words]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=PATIENCE)
+    trained_tokens = read_manifest(last(tmp_path / "job")).tokens
+    assert trained_tokens == 16 * 2 * 16
+    more: dict[str, Any] = {
+        "training__steps": 40,
+        "checkpoint__resume": tmp_path / "job",
+        "checkpoint__every": 4,
+        "checkpoint__mirror": tmp_path / "store",
+        "metrics__log_every": 1,
+    }
+    with sync(tmp_path / "store", tmp_path / "scratch"), ExitStack() as started:
+
+        def start(**changed: object) -> dict[str, str]:
+            """Return the outputs of both islands, by their names."""
+            pair = {name: island(tmp_path, name, **(more | changed)) for name in "ab"}
+            for process in pair.values():
+                started.callback(process.kill)
+            return {name: end_of(process) for name, process in pair.items()}
+
+        refused = island(tmp_path, "a", **more)
+        started.callback(refused.kill)
+        output, _ = refused.communicate(timeout=PATIENCE)
+        assert refused.returncode == USER_ERROR, output
+        assert "the location is empty, and the checkpoint is of a job" in output
+        more["islands__found"] = "true"
+        for output in start(training__stop_after=28).values():
+            assert f"takes the newest shared copy, of {trained_tokens} tokens" in output
+            assert "starts at its sample 16\n" in output
+        assert {path.name for path in (tmp_path / "store/mirror").iterdir()} == {"a", "b"}
+        before = newest(tmp_path / "store")
+        shutil.rmtree(tmp_path / "b")  # a new machine has no checkpoint, and takes its mirror
+        for name, output in start().items():
+            assert "resumed from" in output
+            assert ("was taken from" in output) is (name == "b"), output
+    decision = newest(tmp_path / "store")
+    assert decision.ended
+    assert decision.run == before.run
+    assert decision.settings.total_tokens == 40 * 2 * 2 * 16
+    for number, shared in enumerate(decision.fragments):
+        ledgers = [slot.ledgers[number] for slot in decision.slots]
+        merged = sum(one.taken - 16 - one.lost for one in ledgers)
+        assert shared.clock == trained_tokens + merged * decision.settings.tokens_per_sample

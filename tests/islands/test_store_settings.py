@@ -107,7 +107,7 @@ def test_alpha_follows_the_tokens_of_the_run(
     shares = list[float]()
     apply = OuterState.apply
 
-    def recorded(state: OuterState, copy: Tensor, share: float, **more: bool) -> float | None:
+    def recorded(state: OuterState, copy: Tensor, share: float, **more: bool) -> Tensor:
         shares.append(share)
         return apply(state, copy, share, **more)
 

@@ -77,19 +77,19 @@ class Copy(NamedTuple):
 
 def is_mirror(folder: Path) -> bool:
     """Return whether a folder is a store with copies of a run, or of islands."""
-    names = chain(folder.glob("copy/*"), folder.glob("island-*/copy/*"))
+    names = chain(folder.glob("copy/*"), folder.glob("mirror/*/copy/*"))
     return any(Copy.parse(path.name) for path in names)
 
 
 class Copies:
     """The copies of one run in a store. One process of each worker uses it."""
 
-    def __init__(self, store: Store, below: str = "", part_bytes: int = PART_BYTES) -> None:
-        """`below`: prefix of all names, beside that of the login."""
+    def __init__(self, store: Store, prefix: str = "", part_bytes: int = PART_BYTES) -> None:
+        """`prefix`: of all names. Empty: that of the login."""
         self.location = store.location
         self._store = store
         self._part_bytes = part_bytes
-        self._prefix = store.backend.own_prefix + below
+        self._prefix = prefix or store.backend.own_prefix
         self._large = LargeObjects(store, STREAMS)
 
     def close(self) -> None:

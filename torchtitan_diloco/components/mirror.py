@@ -1,7 +1,8 @@
 """Mirror: each finished checkpoint is copied to a store while training goes on.
 
 The first rank of each worker copies the folder of its worker, in a thread. All ranks agree on which
-steps are copied, so that each copy gets complete. A run starts from the mirror if it has a newer
+steps are copied, so that each copy gets complete. Islands share a store, which may be that of their
+run: each writes below `mirror/NAME/`. A run starts from the mirror if it has a newer
 step than `run.folder`. A mirror that fails is named once and at the end, and never stops training.
 
 A run whose folder has no checkpoint may have lost it, or may be another run with a copied config.
@@ -138,7 +139,7 @@ class Mirror:
         self._check = check
         self._world = world
         self._folder = folder
-        self._below = f"island-{island}/" if island else ""
+        self._prefix = f"mirror/{island}/" if island else ""
         self._is_first = writes and world.rank_in_worker == 0
         self._thread = BackgroundThread("mirror")
         self._copies: Copies | None = None
@@ -206,8 +207,10 @@ class Mirror:
 
         `adopts`: this run has no checkpoint, and may be the one whose copies are there.
         """
-        store = open_store(self._config.mirror, patience=PATIENCE_SECONDS, quiet=True)
-        copies = Copies(store, self._below)
+        store = open_store(
+            self._config.mirror, patience=PATIENCE_SECONDS, writes=self._prefix, quiet=True
+        )
+        copies = Copies(store, self._prefix)
         try:
             newest = copies.newest_manifest()
             if newest is not None and newest.run != self.run:

@@ -59,8 +59,9 @@ class Islands(Section):
     """Strongest action of this island against one that is repeatedly late or wrong. note: report
     it. wait_less: let rounds close without it. evict: also vote to end it."""
     found: bool = False
-    """Continue the run of the checkpoint in an empty folder or bucket, because its own is lost.
-    Otherwise, that is an error, as the location may only be wrong."""
+    """Continue from the checkpoint in an empty folder or bucket: the checkpoint of a job, or of an
+    island whose run has lost its location. Otherwise, that is an error, as the location may only be
+    wrong."""
     sync: bool = False
     """Run the syncer of the run, too, beside this island. It goes on if the island ends before the
     run. `islands serve` and `islands.local` run one, and `islands sync` runs one alone."""

@@ -29,8 +29,16 @@ class JobCheckpoint(NamedTuple):
 
     tokens: int = 0
     """Tokens of the job so far."""
-    slots: Sequence[SlotStart] = ()
-    """Where the samples of slots begin, after those of the job. Others begin at their first."""
+    position: int = 0
+    """First sample of each slot that the job has not read. With a corpus of its own, this is only
+    known of the slot of this island."""
+    entered: Sequence[int] = ()
+    """Samples of a slot at which phases of the data have begun in the job."""
+
+    def saved(self, fragments: int, slots: int, corpus: str) -> Saved:
+        """Return this as the checkpoint of an island."""
+        start = SlotStart(self.position, list(self.entered), corpus)
+        return Saved.of_job(self.tokens, fragments, [start] * (1 if corpus else slots))
 
 
 def checked_corpus(corpus: str) -> str:

@@ -223,7 +223,7 @@ class StorePeers(Peers):
         founding = new_founding(settings, self._layouts, checksums)
         saved = self._saved
         if saved is None and self._job is not None:
-            saved = Saved.of_job(self._job.tokens, len(self.states), self._job.slots)
+            saved = self._job.saved(len(self.states), self.islands.slots, self._corpus)
         if saved is not None:
             founding = saved.found(founding)
             if saved.fragments:
