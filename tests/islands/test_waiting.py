@@ -1,5 +1,6 @@
 """What an island waits for, and when it says so; disks and servers that are full or gone."""
 
+import re
 import threading
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ from tests.diloco.toy import config
 from tests.islands.by_hand import newest, syncer
 from tests.islands.trainees import TOKENS, Trainee, trained
 from tests.islands_store.desk import A, B, founded
-from torchtitan_diloco.base.user import LOCAL_ISLANDS
+from torchtitan_diloco.base.user import LOCAL_ISLANDS, RunOverError
 from torchtitan_diloco.islands import waiting
 from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.waiting import (
@@ -21,7 +22,7 @@ from torchtitan_diloco.islands.waiting import (
     at_boundary,
     before_start,
     obstacle,
-    run_is_over,
+    raise_if_ended,
 )
 from torchtitan_diloco.islands_store.decision import Decision
 from torchtitan_diloco.islands_store.founding import Founding
@@ -120,12 +121,18 @@ def test_the_store_and_the_syncer_come_first() -> None:
 
 
 def test_a_run_that_is_over_says_what_can_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = founded((A,))
-    text = str(run_is_over(state, "join.toml"))
-    assert "change total_tokens TOKENS --join join.toml` makes it longer" in text
-    assert text.endswith("and another islands.join begins a new run")
+    machine = Island(A, facts={}, shapes=[])
+    machine.decision = founded((A,))
+    raise_if_ended(machine, "join.toml")
+    machine.decision.ended = True
+    remedy = (
+        "change total_tokens TOKENS --join join.toml` makes it longer, and another islands.join"
+    )
+    with pytest.raises(RunOverError, match=re.escape(remedy)):
+        raise_if_ended(machine, "join.toml")
     monkeypatch.setenv(LOCAL_ISLANDS, "runs")
-    assert str(run_is_over(state, "runs/store")).endswith("another run.folder begins a new run")
+    with pytest.raises(RunOverError, match=r"another run\.folder begins a new run"):
+        raise_if_ended(machine, "runs/store")
 
 
 # --- a store that is full or gone -----------------------------------------------------------------

@@ -4,6 +4,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import Fragment, describe_layout
-from torchtitan_diloco.islands.config import Islands
+from torchtitan_diloco.islands.config import Islands, site_of
 from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.layout import Layout
 from torchtitan_diloco.islands.payload import Header, encode, memory_of
@@ -20,6 +21,7 @@ from torchtitan_diloco.islands.store_settings import of_diloco
 from torchtitan_diloco.islands_store.checkpoint import Saved
 from torchtitan_diloco.islands_store.fields import MOST_PHASES, Digest
 from torchtitan_diloco.islands_store.founding import Founding, SlotStart
+from torchtitan_diloco.islands_store.island import Island
 from torchtitan_diloco.islands_store.names import founding_name
 from torchtitan_diloco.islands_store.settings import RATES, Settings
 
@@ -41,24 +43,85 @@ class JobCheckpoint(NamedTuple):
         return Saved.of_job(self.tokens, fragments, [start] * (1 if corpus else slots))
 
 
-def checked_corpus(corpus: str) -> str:
-    """Return the digest of a corpus, or raise a UserError if it is none."""
-    try:
-        return msgspec.convert(corpus, Digest)
-    except msgspec.ValidationError as error:
-        raise UserError(f"corpus = {corpus!r}: give at most 64 hexadecimal digits") from error
+@dataclass
+class Contribution:
+    """What an island brings to a run, which it may found with it."""
 
+    islands: Islands
+    total_tokens: int
+    tokens_per_step: int
+    samples_per_step: int
+    facts: dict[str, str]
+    """What must be equal on all islands, in addition to the layout of the parameters."""
+    corpus: str = ""
+    """Digest of the data of this island, if islands have data of their own."""
+    phases: tuple[float, ...] = ()
+    job: JobCheckpoint | None = None
+    saved: Saved | None = None
+    """What its own checkpoint contains about its run."""
 
-def checked_phases(phases: Sequence[float]) -> tuple[float, ...]:
-    """Return the shares at which phases start, or raise a UserError if they cannot."""
-    shares = tuple(phases)
-    is_sorted = all(0 < one < 1 for one in shares) and list(shares) == sorted(set(shares))
-    if not is_sorted or len(shares) > MOST_PHASES:
-        raise UserError(
-            f"phases = {shares}: give at most {MOST_PHASES} increasing shares of the run, each "
-            "above 0 and below 1"
+    def __post_init__(self) -> None:
+        """Raise a UserError for a value that is impossible."""
+        try:
+            msgspec.convert(self.corpus, Digest)
+        except msgspec.ValidationError as error:
+            raise UserError(
+                f"corpus = {self.corpus!r}: give at most 64 hexadecimal digits"
+            ) from error
+        is_sorted = list(self.phases) == sorted(set(self.phases))
+        is_inside = all(0 < share < 1 for share in self.phases)
+        if not (is_sorted and is_inside) or len(self.phases) > MOST_PHASES:
+            raise UserError(
+                f"phases = {self.phases}: give at most {MOST_PHASES} increasing shares of the run, "
+                "each above 0 and below 1"
+            )
+        if self.phases:
+            self.facts["phases"] = ",".join(f"{share:g}" for share in self.phases)
+
+    @property
+    def may_found(self) -> bool:
+        """Whether this island may begin a run in an empty location."""
+        if site_of(self.islands.join):
+            return False
+        return (self.saved is None and self.job is None) or self.islands.found
+
+    def machine(
+        self,
+        config: DiLoCoConfig,
+        kind: str,
+        fragments: Sequence[Fragment],
+        layouts: Sequence[Layout],
+        checksums: Sequence[str],
+    ) -> Island:
+        """Return a new incarnation of this island. `kind`: of the store. `checksums`: of its P."""
+        facts = facts_of(fragments, self.facts)
+        settings = settings_of(
+            config,
+            self.islands,
+            kind,
+            total_tokens=self.total_tokens,
+            tokens_per_step=self.tokens_per_step,
+            samples_per_step=self.samples_per_step,
+            phases=self.phases,
+            facts=facts,
         )
-    return shares
+        founding = new_founding(settings, layouts, checksums)
+        saved = self.saved
+        if saved is None and self.job is not None:
+            saved = self.job.saved(len(layouts), self.islands.slots, self.corpus)
+        if saved is not None:
+            founding = saved.found(founding)
+            if saved.fragments:
+                saved = saved.with_checksums(checksums)
+        return Island(
+            f"{self.islands.name}/{secrets.token_hex(4)}",
+            facts=facts,
+            shapes=founding.shapes,
+            founds=founding if self.may_found else None,
+            saved=saved,
+            corpus=self.corpus,
+            ranks=layouts[0].ranks,
+        )
 
 
 def settings_of(

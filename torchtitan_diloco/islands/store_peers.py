@@ -4,7 +4,6 @@
 """
 
 import math
-import secrets
 import statistics
 import time
 import weakref
@@ -26,9 +25,8 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.delta_norms import sum_over_ranks
-from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
+from torchtitan_diloco.diloco.flags import NOT_FINITE
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import build_schedule
@@ -41,23 +39,19 @@ from torchtitan_diloco.islands.config import (
     checked_count,
     login_in,
     own_loop_settings,
-    site_of,
 )
 from torchtitan_diloco.islands.followers import SharedCopies, collect_part
 from torchtitan_diloco.islands.founding import (
+    Contribution,
     JobCheckpoint,
-    checked_corpus,
-    checked_phases,
-    facts_of,
-    new_founding,
     read_saved,
-    settings_of,
     write_saved,
 )
 from torchtitan_diloco.islands.gauges import STEP_TIMES, Gauges
 from torchtitan_diloco.islands.instructions import Instructions, share
 from torchtitan_diloco.islands.layout import Layout, Ranks, shapes_of
 from torchtitan_diloco.islands.link import Link
+from torchtitan_diloco.islands.own_rounds import OwnRounds
 from torchtitan_diloco.islands.payload import Header
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.store_joining import Seat, take_seat
@@ -68,11 +62,10 @@ from torchtitan_diloco.islands.waiting import (
     at_boundary,
     before_start,
     obstacle,
-    run_is_over,
+    raise_if_ended,
 )
 from torchtitan_diloco.islands_store import fragment as rules
 from torchtitan_diloco.islands_store import note as notes
-from torchtitan_diloco.islands_store.checkpoint import Saved
 from torchtitan_diloco.islands_store.fragment import Boundary
 from torchtitan_diloco.islands_store.island import ENDED, LEFT, Island
 from torchtitan_diloco.islands_store.settings import Settings
@@ -123,16 +116,18 @@ class StorePeers(Peers):
         check_class(islands, "islands", Islands)
         self.islands = islands
         self.total_tokens = checked_count("total_tokens", total_tokens)  # such as 1e9
-        self._tokens_per_step = checked_count("tokens_per_step", tokens_per_step)
-        self._samples_per_step = checked_count("samples_per_step", samples_per_step)
+        self._brings = Contribution(
+            islands,
+            total_tokens=self.total_tokens,
+            tokens_per_step=checked_count("tokens_per_step", tokens_per_step),
+            samples_per_step=checked_count("samples_per_step", samples_per_step),
+            facts={name: str(value) for name, value in (facts or {}).items()},
+            corpus=corpus,
+            phases=tuple(phases),
+            job=job,
+        )
         self._given = ranks
         self._liveness = liveness or Liveness(None)
-        self._facts = {name: str(value) for name, value in (facts or {}).items()}
-        self._corpus = checked_corpus(corpus)
-        self._phases = checked_phases(phases)
-        if self._phases:
-            self._facts["phases"] = ",".join(f"{share:g}" for share in self._phases)
-        self._job = job
         self.gauges = Gauges()
         self._link: Link | None = None
         """Threads of the first rank. The others have `_following`."""
@@ -141,10 +136,8 @@ class StorePeers(Peers):
         self._last = Instructions(Boundary(clock=0))
         """The latest ones."""
         self._versions = list[int]()
-        self._saved: Saved | None = None
         self._encoded: list[Future[None]] = []
-        self._sent = dict[int, Round]()
-        """Rounds of the latest parts, by fragment."""
+        self._rounds = OwnRounds(self.gauges)
         self._durations = deque[float](maxlen=STEP_TIMES)
         self._boundary_at = math.nan
         self._used: Settings | None = None
@@ -194,7 +187,8 @@ class StorePeers(Peers):
             for _ in self._boundary(applies=take):
                 raise AssertionError("nothing is sent before the run has begun")
             self._last.raise_if_over(self.islands.name)
-            self._raise_if_ended()
+            if self._link is not None:
+                raise_if_ended(self.machine, self.islands.join)
             self._say_wait(began, before_start)
         for _ in self._boundary(applies=self._take):
             raise AssertionError("nothing is sent before the first step")
@@ -207,48 +201,16 @@ class StorePeers(Peers):
 
     def _open(self, checksums: Sequence[str]) -> Link:
         """Open the store, and build the machine of this island. `checksums`: of the copies P."""
-        name = self.islands.name
-        store = self._waiting.open(self.islands.join, writes=f"part/{name}/")
-        facts = facts_of(self.fragments, self._facts)
-        settings = settings_of(
-            self.config,
-            self.islands,
-            store.kind,
-            total_tokens=self.total_tokens,
-            tokens_per_step=self._tokens_per_step,
-            samples_per_step=self._samples_per_step,
-            phases=self._phases,
-            facts=facts,
-        )
-        founding = new_founding(settings, self._layouts, checksums)
-        saved = self._saved
-        if saved is None and self._job is not None:
-            saved = self._job.saved(len(self.states), self.islands.slots, self._corpus)
-        if saved is not None:
-            founding = saved.found(founding)
-            if saved.fragments:
-                saved = saved.with_checksums(checksums)
-        machine = Island(
-            f"{name}/{secrets.token_hex(4)}",
-            facts=facts,
-            shapes=founding.shapes,
-            founds=founding if self._may_found else None,
-            saved=saved,
-            corpus=self._corpus,
-            ranks=self._ranks.size,
+        store = self._waiting.open(self.islands.join, writes=f"part/{self.islands.name}/")
+        self._brings.islands = self.islands
+        machine = self._brings.machine(
+            self.config, store.kind, self.fragments, self._layouts, checksums
         )
         link = Link(Run(store, self.config.link.streams), machine, self._copies, checksums)
         self.gauges.site = login_in(self.islands.join)[: notes.MOST_OF_SITE]
         link.gauges = self._witness.own_gauges
         self._witness.link = link
         return link
-
-    @property
-    def _may_found(self) -> bool:
-        """Whether this island may begin a run in an empty location."""
-        if site_of(self.islands.join):
-            return False
-        return self._saved is None or self.islands.found
 
     def close(self) -> None:
         if self._link is not None:
@@ -322,7 +284,7 @@ class StorePeers(Peers):
             raise RuntimeError(
                 "call join() before the first step, and do not call step() after close()"
             )
-        most = self._tokens_per_step
+        most = self._brings.tokens_per_step
         if not 0 <= weight <= most or weight != int(weight):
             raise UserError(
                 f"the weight of a step is {weight}: give the number of its tokens, at most "
@@ -337,7 +299,7 @@ class StorePeers(Peers):
             self._witness.flags = NOT_FINITE
         if self._link is not None:
             usual = statistics.median(self._durations or [0.0])
-            self._link.finish_step(self._samples_per_step, int(weight), usual, reset)
+            self._link.finish_step(self._brings.samples_per_step, int(weight), usual, reset)
             self.gauges.finish_step(self.machine.tokens)
         began = time.monotonic()
         is_over = False
@@ -415,7 +377,7 @@ class StorePeers(Peers):
                 self._on_applied(apply)
             self.meter.waited(waited)
             for send in due.sends:
-                yield from self._send(send)
+                yield from self._send(send.part)
             if not due.applies and not due.sends:
                 return
 
@@ -450,43 +412,16 @@ class StorePeers(Peers):
 
     def _apply(self, apply: rules.Apply, waited: float) -> Apply:
         """`waited`: seconds for which training has waited for it."""
-        fragment = apply.fragment
-        now = time.perf_counter()
-        round_ = self._sent.pop(fragment, None) if apply.mode is Mode.MIX else None
-        if round_ is None:
-            round_ = Round(fragment, apply.version, self.step, self.states[fragment].values)
-            round_.due = round_.taken = round_.begun = round_.ready = now
-        round_.outer_round = apply.version
-        round_.asked = now - waited
-        round_.fetched = now
         prepared = None if self._link is None else self._link.prepared(apply)
-        if prepared is not None:
-            round_.ready = max(prepared.at, round_.begun)
-            round_.traffic.bytes_received = prepared.size
-            self.gauges.received += prepared.size
-            if apply.mode is Mode.MIX:
-                self.gauges.round_trip = max(0.0, prepared.at - round_.due)
+        values = self.states[apply.fragment].values
+        round_ = self._rounds.end(apply, self.step, values, waited=waited, prepared=prepared)
         round_.participants = self._last.participants
-        if apply.mode is Mode.RESET:
-            round_.flags = round_.flags or OUTLIER
         return Apply(round_, self._copy_of(apply), apply.mode, apply.share)
 
-    def _send(self, send: rules.Send) -> Iterator[Send]:
-        part = send.part
-        values = self.states[part.fragment].values
-        round_ = Round(part.fragment, part.base + 1, self.step, values, due=time.perf_counter())
-        round_.weight = part.weight
+    def _send(self, part: notes.Part) -> Iterator[Send]:
+        round_ = self._rounds.begin(part, self.step, self.states[part.fragment].values)
         yield Send(round_)
-        self._sent[part.fragment] = round_
         self._encoded.append(self.background.submit(partial(self._encode, part, round_)))
-
-    def _raise_if_ended(self) -> None:
-        """Raise a RunOverError if there is nothing left to train."""
-        if self._link is None:
-            return
-        decision = self.machine.decision
-        if decision is not None and decision.ended and self.machine.slot is None:
-            raise run_is_over(decision, self.islands.join)
 
     def _say_wait(self, since: float, describe: Callable[[Island], str]) -> None:
         """Log what training waits for, on the first rank."""
@@ -553,9 +488,9 @@ class StorePeers(Peers):
             saving.apply_early(self.states, saved, partial(local_share, alpha))
             saved.facts.in_flight = []
         *_, lines = saving.load(self.states, saved, self.config, partial(local_share, 0.0))
-        self._saved = read_saved(saved.facts.island)
-        if self._saved is None:
-            self._job = self._job or JobCheckpoint()
+        self._brings.saved = read_saved(saved.facts.island)
+        if self._brings.saved is None:
+            self._brings.job = self._brings.job or JobCheckpoint()
         return lines
 
     def restart(self) -> None:

@@ -9,7 +9,6 @@ from torchtitan_diloco.base.user import LOCAL_ISLANDS, RunOverError, command_lin
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS
 from torchtitan_diloco.diloco.witness import STILL_SECONDS
 from torchtitan_diloco.islands.link import Link
-from torchtitan_diloco.islands_store.decision import Decision
 from torchtitan_diloco.islands_store.island import Island
 from torchtitan_diloco.islands_store.names import name_of
 from torchtitan_diloco.store import AwayError, Store, open_store
@@ -100,11 +99,15 @@ def at_boundary(machine: Island) -> str:
     return f"versions with its last parts{senders}"
 
 
-def run_is_over(decision: Decision, join: str) -> RunOverError:
-    """Return an error that says what can be done with a run that has ended."""
+def raise_if_ended(machine: Island, join: str) -> None:
+    """Raise a RunOverError, which says what can be done, if a run has ended before this island has
+    a slot."""
+    decision = machine.decision
+    if decision is None or not decision.ended or machine.slot is not None:
+        return
     command = f"{command_line('islands')} change total_tokens TOKENS --join {join}"
     key = "run.folder" if LOCAL_ISLANDS in os.environ else "islands.join"
-    return RunOverError(
+    raise RunOverError(
         f"run {decision.run} in {join} has ended after {decision.fragments[0].clock:,} tokens, so "
         f"nothing is left to train: `{command}` makes it longer, and another {key} begins a new run"
     )

@@ -1,0 +1,54 @@
+"""The rounds of an island, for its metrics."""
+
+import time
+
+from torchtitan_diloco.diloco.flags import OUTLIER
+from torchtitan_diloco.diloco.modes import Mode
+from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.islands.gauges import Gauges
+from torchtitan_diloco.islands.link import Prepared
+from torchtitan_diloco.islands_store.fragment import Apply
+from torchtitan_diloco.islands_store.note import Part
+
+
+class OwnRounds:
+    """Measures the rounds with a part of this island, from its send on, and those without one, from
+    the time at which they are applied."""
+
+    def __init__(self, gauges: Gauges) -> None:
+        self._gauges = gauges
+        self._sent = dict[int, Round]()
+        """Rounds of the latest parts, by fragment."""
+
+    def begin(self, part: Part, step: int, values: int) -> Round:
+        """Return the round of a part that is sent now. `values`: number of those of the shard."""
+        round_ = Round(part.fragment, part.base + 1, step, values, due=time.perf_counter())
+        round_.weight = part.weight
+        self._sent[part.fragment] = round_
+        return round_
+
+    def end(
+        self, apply: Apply, step: int, values: int, *, waited: float, prepared: Prepared | None
+    ) -> Round:
+        """Return the round whose version is applied now.
+
+        `waited`: seconds for which training has waited for it. `prepared`: its download, on the
+        rank that has made it.
+        """
+        now = time.perf_counter()
+        round_ = self._sent.pop(apply.fragment, None) if apply.mode is Mode.MIX else None
+        if round_ is None:
+            round_ = Round(apply.fragment, apply.version, step, values)
+            round_.due = round_.taken = round_.begun = round_.ready = now
+        round_.outer_round = apply.version
+        round_.asked = now - waited
+        round_.fetched = now
+        if prepared is not None:
+            round_.ready = max(prepared.at, round_.begun)
+            round_.traffic.bytes_received = prepared.size
+            self._gauges.received += prepared.size
+            if apply.mode is Mode.MIX:
+                self._gauges.round_trip = max(0.0, prepared.at - round_.due)
+        if apply.mode is Mode.RESET:
+            round_.flags = round_.flags or OUTLIER
+        return round_
