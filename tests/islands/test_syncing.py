@@ -1,5 +1,6 @@
 """Syncers as processes, which are killed, paused and replaced."""
 
+import logging
 import math
 import os
 import signal
@@ -18,6 +19,8 @@ from tests.conftest import REPOSITORY
 from tests.diloco.toy import config
 from tests.islands.by_hand import HandIsland, newest, open_run, syncer, train
 from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.islands import syncing
+from torchtitan_diloco.islands.runs import Decisions
 from torchtitan_diloco.islands.scratch import lock_folder
 from torchtitan_diloco.islands.syncing import SyncerProcess
 from torchtitan_diloco.islands.tasks import FragmentTasks
@@ -203,6 +206,27 @@ def test_a_syncer_with_other_files_stands_by(
         other.stop()
         thread.join()
     assert said[0].startswith("standing by: run ")
+
+
+def test_a_syncer_is_stopped_although_its_store_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(syncing, "STOP_SECONDS", 0.5)
+    caplog.set_level(logging.INFO, logger="torchtitan_diloco")
+    store = tmp_path / "store"
+    with open_run(store) as run:
+        pair = [HandIsland(run, name, config(0, delay=1)) for name in ("a", "b")]
+        with syncer(store, tmp_path / "scratch"):
+            train(pair, 12, TOKENS)
+            store.rename(tmp_path / "gone")
+    assert "ends without publishing what is being merged" in caplog.text
+    (tmp_path / "gone").rename(store)
+    with open_run(store) as run, syncer(store, tmp_path / "scratch"):
+        for island in pair:
+            island.run = run
+            island.decisions = Decisions(run)
+        train(pair, 30, TOKENS)
+    equal_versions(pair)
 
 
 def test_one_folder_has_one_syncer(tmp_path: Path) -> None:

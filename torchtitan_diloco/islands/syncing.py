@@ -74,6 +74,8 @@ NOTE_SECONDS = 0.1
 MOST_LISTED = 2000
 """Maximum number of notes, foundings or changes that are listed."""
 SWEEP_SECONDS = 60.0
+STOP_SECONDS = 15.0
+"""Time after `stop` for publishing what is being merged. The store may be gone for good."""
 LINES = 8
 """Number of lines of the machine to keep."""
 TRANSFERS = 8
@@ -173,6 +175,7 @@ class Term:
         self._happened = threading.Event()
         self._over = threading.Event()
         self._is_superseded = False
+        self._stop_at: float | None = None
         self._error: BaseException | None = None
         self._commits = SimpleQueue[Commit | None]()
         self._work = Lanes("syncer-work", threads, self._fail)
@@ -273,6 +276,16 @@ class Term:
         if self.machine.has_stopped:
             self._over.set()
             return
+        if self._stopping.is_set():
+            self._stop_at = self._stop_at or began + STOP_SECONDS
+            if began > self._stop_at:
+                self._say(
+                    f"ends without publishing what is being merged: {self._run.location} has "
+                    f"accepted no decision for {STOP_SECONDS:g} s. The next syncer merges it again"
+                )
+                self._over.set()
+                self._run.close()  # transfers would go on trying
+                return
         self._happened.wait(max(TICK, BUSY * (time.monotonic() - began)))
         self._happened.clear()
 
