@@ -65,7 +65,7 @@ def test_a_run_is_changed_while_it_trains(
             (("diloco.sync_evry", "7"), "did you mean diloco.sync_every?"),
             (("total_tokens", "1"), "total_tokens 1: the run has merged"),
             (("islands.slots", "2"), "the run has 3 slots, which cannot be removed"),
-            (("quorum", "2"), "is no setting of a run in a store"),
+            (("quorum", "2"), "is no setting of islands in a store"),
             (("model.dim", "2"), "cannot be changed during a run"),
             (("diloco.sync_every", "many"), "diloco.sync_every = many: "),
         ):

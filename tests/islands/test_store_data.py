@@ -176,7 +176,7 @@ def test_an_island_continues_only_a_slot_of_its_own_corpus(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("LATE_SECONDS", "STILL_SECONDS"):
-        monkeypatch.setattr(f"torchtitan_diloco.islands.store_joining.{name}", 0.5)
+        monkeypatch.setattr(f"torchtitan_diloco.islands.waiting.{name}", 0.5)
     store = tmp_path / "store"
     total = 10**9
     places = dict[str, Seat]()
