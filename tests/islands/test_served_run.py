@@ -9,6 +9,7 @@ from tests.diloco.toy import config
 from tests.islands.by_hand import HandIsland, train
 from tests.islands.servers import free_port, wait_until
 from tests.islands.test_bucket_server import SITE, serving
+from tests.islands.trainees import TOKENS, Trainee, trained
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.store import open_store
 
@@ -38,3 +39,25 @@ def test_islands_of_two_sites_train_over_a_bucket_of_ones_own(tmp_path: Path) ->
         assert max(version for _, version in both) > 3
         for key in both:
             assert torch.equal(founder.versions[key], member.versions[key]), key
+
+
+def test_an_island_that_may_not_found_a_run_waits_for_one_that_may(tmp_path: Path) -> None:
+    flags = ["--address", "127.0.0.1", "--port", free_port()]
+    with serving(tmp_path / "bucket", *flags) as server:
+        server.site()
+        total = 40 * 2 * TOKENS
+        member, founder = (
+            Trainee(server.join_file(login), login, config(8, delay=1), total_tokens=total)
+            for login in (SITE, "owner")
+        )
+
+        def is_waiting() -> bool:
+            link = member.peers._link
+            return link is not None and any("may found" in line for line in link.machine.news)
+
+        with trained(member):
+            wait_until(is_waiting, "the first island to wait for another one")
+            with trained(founder):
+                pass
+        for name, value in founder.shared.items():
+            assert torch.equal(member.shared[name], value), name
