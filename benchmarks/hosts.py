@@ -169,18 +169,28 @@ class BucketHost(Host):
         os.kill(self.syncer, signal.SIGKILL)  # `serve` starts another one
 
     def stop(self) -> None:
-        if self._program is not None:
-            self._program.kill()  # its children end with it
+        if self._program is None:
+            return
+        children = self._children()
+        self._program.kill()
+        for pid in children:
+            with suppress(ProcessLookupError):  # only a syncer without its store remains
+                os.kill(pid, signal.SIGKILL)
 
     def _child(self, word: str) -> int:
         """Return the child of `serve` that was started with a word."""
-        assert self._program is not None
-        pid = self._program.pid
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        for child in self._children():
             with suppress(OSError):  # it has just ended
                 if word in Path(f"/proc/{child}/cmdline").read_text():
-                    return int(child)
+                    return child
         raise ProcessLookupError(f"`islands serve` has no child with {word!r}")
+
+    def _children(self) -> list[int]:
+        assert self._program is not None
+        pid = self._program.pid
+        with suppress(OSError):  # it has ended
+            return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+        return []
 
 
 def build_host(
