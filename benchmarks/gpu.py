@@ -29,9 +29,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import core, records, sync, torchft_loop, train_step
+from benchmarks.hosts import FolderHost
+from benchmarks.network import NoNetwork
 from torchtitan_diloco.base.formatting import markdown_table
 from torchtitan_diloco.base.hardware import GIB
-from torchtitan_diloco.base.user import REPOSITORY, UserError
+from torchtitan_diloco.base.user import REPOSITORY
 from torchtitan_diloco.components.metrics import compute_percent, hidden_percent, totals_of
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
@@ -39,8 +41,6 @@ from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState, background_stream
 from torchtitan_diloco.distributed.world import FSDP, world_of_one
-from torchtitan_diloco.islands.server import local_server
-from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.models.decoder import SHAPES, Decoder
 from torchtitan_diloco.models.interface import init_weights
 
@@ -302,12 +302,8 @@ def syncs(scale: Scale, _: Path) -> Iterator[Check]:
 
 
 def islands(scale: Scale, folder: Path) -> Iterator[Check]:
-    """Let an island on this device train beside one on the CPU. Both compare their checksums."""
-    try:
-        find_server()
-    except UserError as error:
-        yield Check("an island beside one on the CPU", "", f"not run: {error}")
-        return
+    """Let an island on this device train beside one on the CPU, with a folder between them. Both
+    compare the checksums of their copies with those of the syncer."""
     settings = scale.run | SMALL
     settings |= {
         "model.flavor": "debug",
@@ -321,7 +317,9 @@ def islands(scale: Scale, folder: Path) -> Iterator[Check]:
         "validation.every": "1000000",
         "validation.sequences": "16",
     }
-    with local_server(folder / "server") as server, ThreadPoolExecutor(2) as pool:
+    with NoNetwork() as network, ThreadPoolExecutor(2) as pool:
+        host = FolderHost(folder / "host", network)
+        host.start()
         runs = [
             pool.submit(
                 core.train,
@@ -329,16 +327,20 @@ def islands(scale: Scale, folder: Path) -> Iterator[Check]:
                 settings
                 | {
                     "run.device": place,
-                    "islands.join": str(server.join_file()),
+                    "islands.join": host.join(number),
                     "islands.name": f"island-{number}",
                 },
                 NPROC="1",
             )
             for number, place in enumerate((scale.device.type, "cpu"))
         ]
-        losses = [
-            [step["loss/val"] for step in run.result() if "loss/val" in step][-1] for run in runs
-        ]
+        try:
+            losses = [
+                [step["loss/val"] for step in run.result() if "loss/val" in step][-1]
+                for run in runs
+            ]
+        finally:
+            host.stop()
     apart = abs(losses[0] - losses[1])
     yield Check(
         f"an island on {scale.device.type} beside one on the CPU",

@@ -1,23 +1,30 @@
-"""A run of `benchmarks.islands`, and what its islands and its log show at the end."""
+"""A run of `benchmarks.islands`, and what its islands and its store show at the end."""
 
 import json
 import math
 import statistics
+import time
 from collections import Counter
 from collections.abc import Iterable
+from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from benchmarks import core
+from benchmarks.hosts import StoreKind
+from benchmarks.network import wait_until
 from benchmarks.parity import read_tables
 from benchmarks.workers import Job, Run
-from tests.islands.simulation import check_ledger
-from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.ledger import Outcome
-from torchtitan_diloco.islands.reader import open_reader
+from tests.islands.audit import Audit, audited
+from tests.processes import FORKS
+from torchtitan_diloco.components.records import read_json_lines
+from torchtitan_diloco.islands_store.decision import Decision, encode_decision
+from torchtitan_diloco.store import AwayError, Store, open_store
 
 LENGTH = 64
 """Tokens of a sample."""
+LOOK_SECONDS, COUNT_SECONDS = 0.2, 10.0
+"""Seconds between two looks at the decisions of a run, and between two counts of its objects."""
 Found = dict[str, float]
 
 
@@ -30,58 +37,146 @@ def island_settings(samples: int) -> core.Settings:
     return settings | {"training.batch_size": str(samples)}
 
 
-def audit(join: str, path: Path) -> None:
-    """Write statistics and inconsistencies of the log of a run."""
-    outcomes: list[Outcome] = []
-    with open_reader(Join.parse(join), outcomes.append, whole=True) as reader:
-        state = reader.state
-    entries = [one.entry for one in outcomes if one.entry is not None]
-    problems = [] if state.ended else ["it has not ended"]
-    problems += [
-        f"{part.incarnation}: {part.weight} tokens in {part.start, part.end}"
-        for part in (part for entry in entries for part in entry.parts)
-        if part.finite and part.weight != (part.end - part.start) * LENGTH
-    ]
+# --- in the process that watches ------------------------------------------------------------------
+
+
+def watch(location: str, folder: Path, is_over: Event) -> None:
+    """Audit a run until it is over. Write down its decisions, the numbers of its objects, and, at
+    the end, what its ledgers say and what is wrong."""
+    problems = list[str]()
+    found: core.Record = {}
+    store = open_store(location, writes=None)
     try:
-        check_ledger(state, entries)
-    except AssertionError as error:
-        problems.append(f"the ledgers do not fit the entries: {error}")
+        with audited(Path(location)) as audit:
+            follow(audit, store, folder, is_over)
+        found = summarize(audit.newest)
+        audit.check(LENGTH)
+    except Exception as error:  # it belongs to the result of the run
+        problems.append(f"the audit of the store: {type(error).__name__}: {error}")
+    finally:
+        store.close()
+    (folder / "audit.json").write_text(json.dumps(found | {"problems": problems}))
 
-    def samples(fate: str) -> list[float]:
-        """Return the samples of each slot with this fate, as the mean over fragments."""
-        return [statistics.mean(getattr(one, fate) for one in slot.ledgers) for slot in state.slots]
 
-    found = {
-        "problems": problems,
-        "merged_tokens": statistics.mean(one.clock for one in state.fragments),
-        "merged_samples": samples("merged"),
-        "lost_samples": samples("lost"),
-        "read_twice": [slot.read_twice for slot in state.slots],
+def follow(audit: Audit, store: Store, folder: Path, is_over: Event) -> None:
+    newest, counted_at = 0, -math.inf
+    with (
+        (folder / "decisions.jsonl").open("w", buffering=1) as decisions,
+        (folder / "objects.jsonl").open("w", buffering=1) as objects,
+    ):
+        while not is_over.wait(LOOK_SECONDS):
+            for number in sorted(one for one in list(audit.decisions) if one > newest):
+                newest = number
+                decisions.write(json.dumps(describe(audit.decisions[number])) + "\n")
+            if time.monotonic() - counted_at > COUNT_SECONDS:
+                counted_at = time.monotonic()
+                try:
+                    objects.write(json.dumps(count_objects(store)) + "\n")
+                except AwayError:
+                    continue
+
+
+def describe(decision: Decision) -> core.Record:
+    return {
+        "time": decision.written,
+        "session": decision.session,
+        "bytes": len(encode_decision(decision)),
+        "versions": sum(one.version for one in decision.fragments),
     }
-    path.write_text(json.dumps(found))
+
+
+def count_objects(store: Store) -> core.Record:
+    """Return the number of objects of each kind, and the bytes of all."""
+    entries = store.list("")
+    kinds = Counter(entry.name.partition("/")[0] for entry in entries)
+    sizes = sum(entry.size for entry in entries)
+    return {"time": time.time(), "bytes": sizes, "all": len(entries), **kinds}
+
+
+def summarize(decision: Decision) -> core.Record:
+    """Return what a decision says of the whole run, as means over fragments."""
+    ledgers = [slot.ledgers for slot in decision.slots]
+    return {
+        "ended": decision.ended,
+        "merged_tokens": statistics.mean(one.clock for one in decision.fragments),
+        "merged_samples": [
+            statistics.mean(one.taken - one.lost for one in ledger) for ledger in ledgers
+        ],
+        "lost_samples": [statistics.mean(one.lost for one in ledger) for ledger in ledgers],
+        "read_twice": [slot.read_twice for slot in decision.slots],
+        "shared": [one.checksum(one.version) for one in decision.fragments],
+    }
+
+
+# --- the run --------------------------------------------------------------------------------------
 
 
 class IslandsRun(Run):
-    def __init__(self, folder: Path, islands: int, job: Job, rate: float = math.inf) -> None:
-        super().__init__(folder, islands, job, islands=True, rate=rate)
+    def __init__(
+        self, folder: Path, islands: int, job: Job, store: StoreKind, rate: float = math.inf
+    ) -> None:
+        super().__init__(folder, islands, job, store=store, rate=rate)
+        self._is_over = FORKS.Event()
 
-    def finish(self) -> dict[str, Any]:
-        """Wait until all living islands have ended, and check copies and ledgers."""
+    def __enter__(self) -> Self:
+        super().__enter__()
+        assert self.host is not None
+        log, given = self.folder / "watch.txt", (self.host.location, self.folder, self._is_over)
+        self._watching = self.network.fork(self.workers, watch, log, *given)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._watching.kill()
+        super().__exit__(*error)
+
+    def finish(self, *, ends: bool = True) -> dict[str, Any]:
+        """Wait until all living islands have ended, and check store, ledgers and copies.
+
+        `ends`: whether the run has all its tokens then.
+        """
         self.wait()
-        path, log = self.folder / "audit.json", self.folder / "audit.txt"
-        self.network.fork(self.workers, audit, log, self.join, path).join()
+        self._is_over.set()
+        self._watching.join()
+        path = self.folder / "audit.json"
+        if not path.exists():
+            raise SystemExit((self.folder / "watch.txt").read_text()[-2000:])
         found: dict[str, Any] = json.loads(path.read_text())
         problems = found["problems"] + [
             f"island {worker} ended with {process.exitcode}"
             for worker, process in self.living.items()
             if process.exitcode != 0
         ]
-        losses = {self.final_loss(worker) for worker in self.living}
-        if len(losses) > 1:
-            problems.append("the shared parameters of the islands have different losses")
+        if ends and not found.get("ended"):
+            problems.append("the run has not ended")
+        for worker in self.living if ends else ():
+            notes = self.noted(worker, "shared")
+            if not notes or notes[-1]["shared"] != found.get("shared"):
+                problems.append(f"island {worker} has other shared parameters than the store")
         for problem in problems:
             print(f"PROBLEM in {self.folder}: {problem}", flush=True)
-        return found | {"problems": problems, "loss": losses.pop()}
+        return found | {"problems": problems}
+
+    # --- what the store has shown -----------------------------------------------------------------
+
+    def decisions(self) -> list[core.Record]:
+        return read_json_lines(self.folder / "decisions.jsonl")[0]
+
+    def objects(self) -> list[core.Record]:
+        return read_json_lines(self.folder / "objects.jsonl")[0]
+
+    def wait_for_successor(self, before: str, seconds: float = 120.0) -> float:
+        """Wait for a syncer after session `before`, and return when its first decision was
+        written."""
+
+        def later() -> list[core.Record]:
+            found = self.decisions()
+            last = max(number for number, one in enumerate(found) if one["session"] == before)
+            return found[last + 1 :]
+
+        wait_until(lambda: bool(later()), "another syncer", seconds=seconds)
+        return float(later()[0]["time"])
+
+    # --- what the islands have shown --------------------------------------------------------------
 
     def final_loss(self, worker: int) -> float | None:
         """Return the last loss of the shared parameters in the last life of an island."""
@@ -102,7 +197,7 @@ class IslandsRun(Run):
         return {"longest stall, steps": max(stalls), "idle, %": max(idle)}
 
     def next_round(self, workers: Iterable[int], since: float) -> float:
-        """Return the seconds until all these islands have read the close of another round."""
+        """Return the seconds until all these islands have read another version."""
 
         def wait(worker: int) -> float:
             before = max((one["rounds"] for one in self.steps(worker, until=since)), default=0)
@@ -111,11 +206,31 @@ class IslandsRun(Run):
 
         return max(map(wait, workers))
 
+    def traffic(
+        self, workers: Iterable[int], sync_every: int, since: float = 0, until: float = math.inf
+    ) -> Found:
+        """Return the bytes of the links of these islands, by the counters of the kernel, as
+        multiples of the parts that they have sent in whole cycles of this time span."""
+        up, down = list[float](), list[float]()
+        for worker in workers:
+            steps = self.steps(worker, since, until)
+            cycles = (len(steps) - 1) // sync_every
+            if cycles < 1:
+                raise SystemExit(f"worker {worker} has taken {len(steps)} steps: no whole cycle")
+            first, last = steps[0], steps[cycles * sync_every]
+            parts = last["parts"] - first["parts"]
+            up.append((last["up"] - first["up"]) / parts)
+            down.append((last["down"] - first["down"]) / parts)
+        return {"up, parts": max(up), "down, parts": max(down)}
+
     def losses(self, audit: dict[str, Any], workers: Iterable[int]) -> Found:
         """Return the number of steps that are lost or were repeated, and of problems."""
-        slots = [int(self.noted(worker, "slot")[-1]["slot"]) for worker in workers]
+        slots = [self.slot(worker) for worker in workers]
         lost = sum(audit["lost_samples"][one] + audit["read_twice"][one] for one in slots)
         return {"steps lost": lost, "problems": len(audit["problems"])}
+
+    def slot(self, worker: int) -> int:
+        return int(self.noted(worker, "slot")[-1]["slot"])
 
     def trained(self) -> Counter[int]:
         """Return the steps that the owners of each slot have taken."""

@@ -146,7 +146,7 @@ class Network:
         variables = {"OMP_NUM_THREADS": "1", **self.rank_variables(worker), **env}
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [*self.inside(self.namespace(worker)), *command],
+                [*self.enter_command(worker), *command],
                 env=os.environ | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -167,20 +167,10 @@ class Network:
 
         It appends its output to `log`, and gets no variables of a rank but these.
         """
-        given = self.namespace(worker).pid, variables or {}, log, function, arguments
+        given = self.holder(worker), variables or {}, log, function, arguments
         process = FORKS.Process(target=run_inside, args=given, daemon=True)
         process.start()
         return process
-
-    def serve_islands(self, worker: int, folder: Path, *more: str) -> tuple[Program, str]:
-        """Start the server of islands as a worker, and return it and its join string."""
-        words = ["-m", "torchtitan_diloco", "islands", "serve", "--folder", str(folder), *more]
-        words += ["--address", self.address(worker)]
-        log = folder.with_name(f"{folder.name}-{time.time():.1f}.txt")
-        server = self.launch(worker, [sys.executable, *words], log)
-        join = folder / "join.txt"
-        wait_until(lambda: join.exists() and join.read_text() != "", "the server", log)
-        return server, join.read_text().strip()
 
     def address(self, worker: int) -> str:
         return f"10.0.0.{worker + 1}"
@@ -248,6 +238,15 @@ class Network:
     def namespace(self, worker: int) -> "subprocess.Popen[str]":
         return self._holders[1 + worker]
 
+    def holder(self, worker: int) -> int | None:
+        """Return the process whose network a worker enters, or None if it stays in that of this
+        process."""
+        return self.namespace(worker).pid
+
+    def enter_command(self, worker: int) -> list[str]:
+        """Return the words before a command that a worker runs."""
+        return self.inside(self.namespace(worker))
+
     def inside(self, namespace: "subprocess.Popen[str]") -> list[str]:
         return ["nsenter", "--target", str(namespace.pid), *self._user, "--net", "--uts", "--"]
 
@@ -299,17 +298,39 @@ class Network:
         self._run(namespace, f"tc qdisc replace dev {device} root {queue}")
 
 
+class NoNetwork(Network):
+    """Workers without links, in the network of this process."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def holder(self, worker: int) -> None:  # noqa: ARG002
+        return None
+
+    def enter_command(self, worker: int) -> list[str]:  # noqa: ARG002
+        return []
+
+    def address(self, worker: int) -> str:  # noqa: ARG002
+        return "127.0.0.1"
+
+    def rank_variables(self, worker: int) -> dict[str, str]:  # noqa: ARG002
+        return {}
+
+    def _build(self) -> None: ...
+
+
 def run_inside(
-    holder: int,
+    holder: int | None,
     variables: Mapping[str, str],
     log: Path,
     function: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> None:
-    """Run a function in this forked process, in the network of the process `holder`."""
+    """Run a function in this forked process, in the network of the process `holder`, if any."""
     import torch
 
-    enter(holder)
+    if holder is not None:
+        enter(holder)
     torch.set_num_threads(1)
     os.environ.update(variables)
     with log.open("ab") as output:

@@ -10,8 +10,8 @@ of it. It takes nftables and the rights of root in the namespace.
 With --rates inf,1000,100,13 it measures short links instead, of these rates in Mbit/s, without the
 proxy: whether several streams are slower than one where one is enough.
 
-gloo: two workers exchange a delta in fp32. Islands: one stores chunks at the server, and fetches
-them.
+gloo: two workers exchange a delta in fp32. Islands: one stores a large object in a bucket of one's
+own (`islands serve`), and fetches it.
 """
 
 import argparse
@@ -29,12 +29,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks import core
-from benchmarks.network import INTERFACE, Network, enter_own_network, require, run_command
+from benchmarks.hosts import BucketHost
+from benchmarks.network import (
+    INTERFACE,
+    Network,
+    NoNetwork,
+    enter_own_network,
+    require,
+    run_command,
+)
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.log import start_logging
 from torchtitan_diloco.config.schema import Distributed
@@ -43,14 +50,12 @@ from torchtitan_diloco.diloco.config import Link, Quantization
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.distributed.world import WORKER, join_world
-from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.server import open_folder
+from torchtitan_diloco.store import LargeObjects, open_store
 
 ADDRESSES, PROXY_ADDRESS = ("10.0.0.1", "10.0.1.1"), "10.0.0.2"
 """Of the ends of the link, which are both in one namespace."""
 INTERFACES = INTERFACE, "eth1"
-PORT, PROXY_PORT = 4222, 9
+PROXY_PORT = 9
 SO_ORIGINAL_DST = 80
 PIECE, AHEAD, BURST = 2**17, 2e-3, 1e-2
 STREAM_RATE, RATE = 200 / 8e-6, 800 / 8e-6
@@ -213,40 +218,51 @@ def exchange(
     return world.streams, rates[1:]
 
 
-def chunks(join: Join, streams: int, megabytes: float, rounds: int) -> tuple[int, list[Any]]:
-    """Return the number of streams, and the bytes per second of all uploads and downloads."""
-    connection, payload = Connection(join, "a/1", streams=streams), bytes(round(megabytes * 1e6))
-    connection.connect()
+class ThisEnd(NoNetwork):
+    """The network of this process, in which servers have the address of an end of the link."""
+
+    def address(self, worker: int) -> str:
+        return ADDRESSES[worker]
+
+
+def large_objects(
+    location: str, streams: int, megabytes: float, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Return the bytes per second of all uploads and downloads."""
+    content = os.urandom(round(megabytes * 1e6))
     up, down = list[float](), list[float]()
-    for _ in range(1 + rounds):
-        started = time.perf_counter()
-        stored = connection.store(payload, "parts")
-        between = time.perf_counter()
-        connection.fetch(stored, "parts")
-        up.append(len(payload) / (between - started))
-        down.append(len(payload) / (time.perf_counter() - between))
-    count = len(connection.streams._threads)
-    connection.close()
-    return count, [up[1:], down[1:]]
+    store = open_store(location)
+    with LargeObjects(store, streams) as large:
+        for number in range(1 + rounds):
+            name = f"part/measured-{streams}-{number}"
+            started = time.perf_counter()
+            large.create(name, content)
+            between = time.perf_counter()
+            large.get(name, len(content))
+            up.append(len(content) / (between - started))
+            down.append(len(content) / (time.perf_counter() - between))
+            large.delete(name)
+    store.close()
+    return up[1:], down[1:]
 
 
 def measure(options: argparse.Namespace, latency: float) -> list[list[str]]:
     """Return the rows of a round trip of so many ms."""
     found: list[tuple[str, str, list[float]]] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        own = Path(folder) / "server"
-        server = open_folder(own, host="0.0.0.0", port=PORT, address=ADDRESSES[0], keep_gb=2.0)
-        server.start()
-        stack.callback(server.stop)
+        network = stack.enter_context(ThisEnd())
+        host = BucketHost(Path(folder), network, worker=0, islands=1)
+        stack.callback(host.stop)
+        host.start()
         stack.enter_context(long_link(latency))
         for streams in options.streams:
             pool = ProcessPool(600)
             (count, rates), *_ = pool.run(exchange, 2, streams, options.megabytes, options.rounds)
             pool.close()
             found.append(("gloo, each way", str(count), rates))
-            count, both = chunks(server.join, streams, options.megabytes, options.rounds)
+            both = large_objects(host.join(0), streams, options.megabytes, options.rounds)
             for way, rates in zip(("up", "down"), both, strict=True):
-                found.append((f"islands, {way}", str(count), rates))
+                found.append((f"islands, {way}", str(streams), rates))
     return [
         [wire, f"{latency:g}", name, core.summary(rates, ",.0f", 8e-6), str(len(rates))]
         for wire, name, rates in sorted(found, key=lambda one: one[0])

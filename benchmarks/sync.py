@@ -1,29 +1,39 @@
 """Measure the speed of wire formats, and what a sync takes.
 
     .venv/bin/python -m benchmarks.sync [--rounds 20] [--codecs fp32,int8] [--tables syncs]
+    .venv/bin/python -m benchmarks.sync --tables syncs --kinds folder,serve,log --turns 3
+    .venv/bin/python -m benchmarks.sync --tables syncs --sync-every 20 --delay 10 --step-seconds 0.1
 
 The formats run in turns in one process. A sync exchanges the whole model between two gloo processes
 of one thread each, which wait for it. Like most rounds of a run (see `diloco.measure_every`), rows
 do not measure norms, cosines and drift, except for "fp32, measured". If torchft is installed (extra
-`bench`), its DiLoCo also syncs the same model. With the extra `islands`, two islands do so through
-a server with TLS.
+`bench`), its DiLoCo also syncs the same model.
+
+With the extra `islands`, two islands do so: through a folder with a syncer (folder), through a
+bucket of one's own with TLS (serve), and through a log in NATS with TLS (log). With --turns, all
+rows are measured so often in turns. With --delay, a sync has so many steps of --step-seconds to
+hide behind, of the --sync-every steps of a cycle.
 """
 
+import argparse
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from benchmarks import core, torchft_loop
+from benchmarks import core, sync_log, torchft_loop
+from benchmarks.hosts import build_host, site_of
+from benchmarks.network import NoNetwork
 from tests.processes import ProcessPool
 from torchtitan_diloco.config.schema import Distributed, Model
 from torchtitan_diloco.diloco import (
@@ -40,8 +50,8 @@ from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
-from torchtitan_diloco.islands import IslandPeers, Islands
-from torchtitan_diloco.islands.server import local_server
+from torchtitan_diloco.islands import Islands
+from torchtitan_diloco.islands.store_peers import StorePeers
 from torchtitan_diloco.models.decoder import Decoder, resolve_shape
 from torchtitan_diloco.models.interface import init_weights
 
@@ -54,8 +64,10 @@ SYNCS = {"exposed ms": ",.1f", "CPU ms": ".0f", "server CPU ms": ".0f", "sent MB
 """Columns of a sync, and their formats."""
 LEGEND = """\
 GB/s count fp32 values; outer step: of a measured round. exposed: of the training thread; CPU: all
-threads of one process; server: of islands; memory: peak above that of the same loop without syncs,
-library files aside. Numbers of a sync are worker 0's. Median (min ... max)."""
+threads of one process, without inner steps; server: of islands, the syncer and SeaweedFS, or
+nats-server; memory: peak above that of the same loop without syncs, library files aside. Numbers of
+a sync are worker 0's. Median (min ... max)."""
+Kind = Literal["gloo", "folder", "serve", "log", "torchft"]
 
 
 # --- wire formats ---------------------------------------------------------------------------------
@@ -121,23 +133,27 @@ class Case:
     codec: str = "fp32"
     measured: bool = False
     """Measure norms, cosines and drift in all rounds instead of none."""
-    through: Literal["gloo", "islands", "torchft"] = "gloo"
-    place: str = ""
-    """Join string of islands, or address of torchft's lighthouse."""
-    server: int = 0
-    """Process id of the server of islands."""
+    through: Kind = "gloo"
+    places: tuple[str, ...] = ()
+    """`islands.join` of each island, or the address of torchft's lighthouse."""
+    servers: tuple[int, ...] = ()
+    """Process ids of the servers of islands."""
     device: str = "cpu"
     """Where the models are; "cuda": both workers share the first GPU."""
+    sync_every: int = 1
+    delay: int = 0
+    step_seconds: float = 0.0
+    """Seconds that a step sleeps, as if it waited for an accelerator."""
 
     @property
     def config(self) -> DiLoCoConfig:
-        """Exchange the whole model in every step, and wait for it."""
+        """Exchange the whole model, by default in every step, and wait for it."""
         return DiLoCoConfig(
             link=Link(timeout_seconds=TIMEOUT),
-            sync_every=1,
+            sync_every=self.sync_every,
             measure_every=int(self.measured),
             fragments=Fragments(layers_per_fragment=0),
-            overlap=Overlap(delay=0, mixing=0.0),
+            overlap=Overlap(delay=self.delay, mixing=0.0),
             outer_optimizer=OuterOptimizer(name="nesterov", lr=0.7, momentum=0.9),
             quantization=Quantization(codec=self.codec),  # type: ignore[arg-type]
         )
@@ -171,16 +187,22 @@ def measure(case: Case) -> tuple[list[tuple[float, ...]], float]:
     plain, syncs = peak_megabytes(), list[tuple[float, ...]]()
     outer, step = build_loop(model, world, case)
     for number in range(case.rounds + 1):
-        inner_step(model, world.worker)
         dist.barrier()
-        server = cpu_seconds(case.server)
+        server = sum(map(cpu_seconds, case.servers))
         dist.barrier()
-        took = core.timed(step, world.device)
+        cpu, exposed = time.process_time(), 0.0
+        for _ in range(case.sync_every):
+            inner = time.thread_time()
+            inner_step(model, world.worker)
+            cpu += time.thread_time() - inner
+            time.sleep(case.step_seconds)
+            exposed += core.timed(step, world.device).wall
+        cpu = time.process_time() - cpu
         dist.barrier()
-        server = cpu_seconds(case.server) - server
+        server = sum(map(cpu_seconds, case.servers)) - server
         sent = outer.metrics().get("worker/sent_bytes", 0.0)
         if number:  # the first round touches all buffers for the first time
-            syncs.append((1e3 * took.wall, 1e3 * took.cpu, 1e3 * server, sent / 1e6))
+            syncs.append((1e3 * exposed, 1e3 * cpu, 1e3 * server, sent / 1e6))
     memory = peak_megabytes() - plain
     outer.close()
     return syncs, memory
@@ -192,24 +214,23 @@ def build_loop(
     """Return StreamingDiLoCo, an island or torchft's DiLoCo, and its step."""
     if case.through == "torchft":
         inner = SGD(model.parameters(), lr=0.0)  # without gradients, a step only runs the hooks
-        loop = torchft_loop.TorchftLoop(model, inner, case.config, world, lighthouse=case.place)
+        loop = torchft_loop.TorchftLoop(model, inner, case.config, world, lighthouse=case.places[0])
         return loop, inner.step
     if case.through == "gloo":
         outer = StreamingDiLoCo(model, world.group(WORKER), case.config)
         return outer, outer.step
     init_weights(model, seed=0)
-    name = f"island-{world.worker}"
-    settings = Islands(case.place, name, begin=WORKERS, grace_seconds=TIMEOUT)
-    island = IslandPeers(settings, total_tokens=10**9)
+    name = site_of(world.worker)
+    settings = Islands(case.places[world.worker], name, begin=WORKERS, grace_seconds=TIMEOUT)
+    kind = sync_log.LogPeers if case.through == "log" else StorePeers
+    island: sync_log.LogPeers | StorePeers = kind(settings, total_tokens=10**9)
     outer = StreamingDiLoCo(model, island, case.config)
     island.join()
     return outer, outer.step
 
 
 def cpu_seconds(process: int) -> float:
-    """Return the CPU time of another process so far, or 0 if `process` is 0."""
-    if not process:
-        return 0.0
+    """Return the CPU time of another process so far."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -234,14 +255,22 @@ def connected(case: Case) -> Iterator[Case]:
         os.environ.setdefault("RUST_LOG", "warn")  # otherwise it logs every quorum
         lighthouse = torchft_loop.serve_lighthouse("127.0.0.1:0", WORKERS)
         port = lighthouse.address().rpartition(":")[2]
-        yield replace(case, place=f"http://localhost:{port}")
+        yield replace(case, places=(f"http://localhost:{port}",))
         lighthouse.shutdown()
-    elif case.through == "islands":
-        with tempfile.TemporaryDirectory() as folder, local_server(Path(folder, "it")) as server:
-            assert server.process is not None
-            yield replace(case, place=str(server.join), server=server.process.pid)
-    else:
+    elif case.through == "log":
+        with sync_log.serve_log() as (join, process):
+            yield replace(case, places=(join,) * WORKERS, servers=(process,))
+    elif case.through == "gloo":
         yield case
+    else:
+        with tempfile.TemporaryDirectory() as folder, NoNetwork() as network:
+            host = build_host(case.through, Path(folder), network, WORKERS)
+            try:
+                host.start()
+                places = tuple(host.join(worker) for worker in range(WORKERS))
+                yield replace(case, places=places, servers=tuple(host.processes))
+            finally:
+                host.stop()
 
 
 def measure_in_processes(case: Case) -> tuple[list[tuple[float, ...]], float]:
@@ -253,23 +282,43 @@ def measure_in_processes(case: Case) -> tuple[list[tuple[float, ...]], float]:
     return syncs, memory
 
 
-def sync_row(name: str, case: Case) -> list[str]:
-    syncs, memory = measure_in_processes(case)
+def sync_row(name: str, measured: Sequence[tuple[list[tuple[float, ...]], float]]) -> list[str]:
+    """Return a row of all turns."""
+    syncs = [sync for turn, _ in measured for sync in turn]
     columns = zip(zip(*syncs, strict=True), SYNCS.values(), strict=True)
     texts = [core.summary(column, form) if any(column) else "-" for column, form in columns]
-    return [name, *texts, f"{memory:+.0f}"]
+    return [name, *texts, core.summary([memory for _, memory in measured], "+.0f")]
 
 
-def sync_cases(codecs: list[str], rounds: int) -> dict[str, Case]:
-    """Return what is measured on CPUs: each codec, through islands, too, and torchft."""
-    cases = {codec: Case(rounds, codec) for codec in codecs}
-    if "fp32" in codecs:
-        cases["fp32, measured"] = Case(rounds, measured=True)
-    for codec in codecs:
-        cases[f"islands, {codec}"] = Case(rounds, codec, through="islands")
-    if torchft_loop.is_installed():
-        cases["torchft, fp32"] = Case(rounds, through="torchft")
+def sync_cases(codecs: list[str], kinds: list[str], case: Case) -> dict[str, Case]:
+    """Return what is measured on CPUs, as changes of a case: each codec, also through islands, and
+    torchft."""
+    cases = dict[str, Case]()
+    for kind in get_args(Kind):
+        if kind not in kinds or kind == "torchft":
+            continue
+        for codec in codecs:
+            name = codec if kind == "gloo" else f"{kind}, {codec}"
+            cases[name] = replace(case, codec=codec, through=kind)
+            if name == "fp32":
+                cases["fp32, measured"] = replace(case, measured=True)
+    if "torchft" in kinds and torchft_loop.is_installed():
+        cases["torchft, fp32"] = replace(case, through="torchft")
     return cases
+
+
+def measure_syncs(options: argparse.Namespace) -> list[list[str]]:
+    """Return the rows of all syncs."""
+    case = Case(
+        options.rounds,
+        sync_every=options.sync_every,
+        delay=options.delay,
+        step_seconds=options.step_seconds,
+    )
+    cases = sync_cases(options.codecs, options.kinds, case)
+    turns = {name: partial(measure_in_processes, case) for name, case in cases.items()}
+    found = core.take_turns(turns, options.turns, warm_up=0)
+    return [sync_row(name, measured) for name, measured in found.items()]
 
 
 def main() -> None:
@@ -278,6 +327,12 @@ def main() -> None:
     parser.add_argument("--tables", type=tables, default="", help="default: both")
     parser.add_argument("--codecs", type=core.one_of(CODECS), default="fp32,bf16,int8,fp4_e3m0")
     parser.add_argument("--rounds", type=core.positive, default=9)
+    kinds = core.one_of(get_args(Kind))
+    parser.add_argument("--kinds", type=kinds, default="", help="of syncs; default: all")
+    parser.add_argument("--turns", type=core.positive, default=1, help="of all syncs")
+    parser.add_argument("--sync-every", type=core.positive, default=1, help="H")
+    parser.add_argument("--delay", type=int, default=0, help="tau, below H")
+    parser.add_argument("--step-seconds", type=float, default=0.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     about = f"{MEGABYTES} MB of fp32 parameters, n = {options.rounds}, {os.cpu_count()} cores"
@@ -286,8 +341,7 @@ def main() -> None:
         rows = [format_row(name, options.rounds) for name in options.codecs]
         core.print_table(f"one thread; {measure_outer_step(options.rounds)}", FORMATS, rows)
     if "syncs" in options.tables:
-        cases = sync_cases(options.codecs, options.rounds)
-        rows = [sync_row(name, case) for name, case in cases.items()]
+        rows = measure_syncs(options)
         header = " | ".join(["loop", *SYNCS, "memory MB"])
         core.print_table(f"{WORKERS} gloo processes of 1 thread, loopback", header, rows)
 

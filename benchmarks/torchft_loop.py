@@ -23,6 +23,7 @@ from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.streaming import DataParallel
 from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.launching import rank
 from torchtitan_diloco.trainer import Trainer
 
 LIGHTHOUSE_PORT = 29510
@@ -149,5 +150,5 @@ class TorchftTrainer(Trainer):
 
 
 if __name__ == "__main__":
-    setattr(train, "Trainer", TorchftTrainer)  # noqa: B010 - the same program with another loop
+    setattr(rank, "Trainer", TorchftTrainer)  # noqa: B010 - the same program with another loop
     sys.exit(train.main(sys.argv[1:]))

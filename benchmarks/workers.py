@@ -1,19 +1,19 @@
-"""Trainers in a network, as one job or as islands beside a server: start, harm and watch them.
+"""Trainers in a network, as one job or as islands with a store: start, harm and watch them.
 
 A worker is a forked process with one rank. Each writes down its steps, a JSON object in a line.
+Islands whose store is served have a network namespace each, and the host of the store has the last
+one. Those with a folder stay in the network of this machine.
 """
 
 import errno
 import json
 import math
 import os
-import signal
 import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,7 +23,8 @@ from unittest import mock
 import torch
 
 from benchmarks import core
-from benchmarks.network import Network, Program, wait_until
+from benchmarks.hosts import Host, StoreKind, build_host, site_of
+from benchmarks.network import INTERFACE, Network, NoNetwork, read_counters, wait_until
 from tests.processes import FORKS
 from torchtitan_diloco import train
 from torchtitan_diloco.components import checkpoint
@@ -32,7 +33,13 @@ from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.diagnosis.kinds import Verdict
 from torchtitan_diloco.diagnosis.verdicts import Judge, Observation
-from torchtitan_diloco.islands import IslandPeers, connection, leader
+from torchtitan_diloco.islands.layout import Layout, hexadecimal, shapes_of
+from torchtitan_diloco.islands.link import Link
+from torchtitan_diloco.islands.store_peers import StorePeers
+from torchtitan_diloco.islands_store.names import PART
+from torchtitan_diloco.islands_store.settings import RATES
+from torchtitan_diloco.launching import rank
+from torchtitan_diloco.store import LargeObjects
 from torchtitan_diloco.trainer import Trainer
 
 BEGIN = 120
@@ -56,11 +63,14 @@ class Job:
     late: int = 0
     """Steps that the upload of an island takes longer."""
     hasty: bool = False
-    """Islands are missed and lead sooner than by default, for runs of short steps."""
+    """Islands are missed, and rounds close without them, sooner than by default: for runs of short
+    steps."""
     fault: Mapping[str, float] = field(default_factory=dict)
     """Amounts of faults, by name, from step BEGIN on."""
     recorded: bool = False
     """Whether it also writes down what its judge is told."""
+    counted: bool = False
+    """Whether it also writes down the bytes of its link."""
     clock: Any = field(default_factory=lambda: FORKS.Value("d", 0.0))
     """Tokens of a run of islands so far."""
 
@@ -80,12 +90,23 @@ class Worker(Trainer):
             file.write(json.dumps({"time": time.time(), **facts}) + "\n")
 
     @property
-    def island_peers(self) -> IslandPeers | None:
+    def island_peers(self) -> StorePeers | None:
         peers = getattr(self.outer, "peers", None)
-        return peers if isinstance(peers, IslandPeers) else None
+        return peers if isinstance(peers, StorePeers) else None
 
     def amount(self, name: str) -> float:
         return self.job.fault.get(name, 0.0) if self.step >= BEGIN else 0.0
+
+    def run(self) -> Path:
+        folder = super().run()
+        if (peers := self.island_peers) is not None:
+            self.note(
+                shared=[
+                    hexadecimal(Layout(shapes_of(state.fragment)).checksum(state.outer))
+                    for state in peers.states
+                ]
+            )
+        return folder
 
     def begin(self) -> None:
         super().begin()
@@ -128,10 +149,14 @@ class Worker(Trainer):
         self.durations.append(time.time() - begun)
         facts = {"seconds": time.time() - started, "exposed": self.exposed - exposed}
         if (peers := self.island_peers) is not None:
-            fragments = peers._leader.state.fragments  # type: ignore[union-attr]
-            facts["merged"] = max(one.clock for one in fragments)
-            facts["rounds"] = sum(one.version for one in fragments)
+            decision = peers.machine.decision
+            assert decision is not None
+            facts["merged"] = max(one.clock for one in decision.fragments)
+            facts["rounds"] = sum(one.version for one in decision.fragments)
+            facts["parts"] = peers.gauges.sent
             job.clock.value = max(job.clock.value, peers.clock)
+        if job.counted:
+            facts["up"], facts["down"] = read_counters(INTERFACE)
         self.note(step=self.step, **facts)
         return result
 
@@ -139,11 +164,7 @@ class Worker(Trainer):
         fault = self.job.fault
         time.sleep(fault.get("hang", 0.0))
         if "bit" in fault:
-            peers = self.outer.peers  # type: ignore[union-attr]
-            copy = peers.states[0].outer
-            if isinstance(peers, IslandPeers):
-                fragment = peers._copies.fragments[0]
-                copy = fragment.versions[fragment.newest]
+            copy = self.outer.peers.states[0].outer  # type: ignore[union-attr]
             copy.view(torch.int32)[0] ^= 1 << 20
         if "clock" in fault:
             now, jump = time.time, fault["clock"]
@@ -183,22 +204,37 @@ def record_inputs(path: Path) -> None:
     setattr(Judge, "hear", heard)  # noqa: B010 - observed
 
 
+def delay_uploads(steps: int) -> None:
+    """Store each part of this island only so many steps after it was encoded."""
+    encoded = deque[float]()  # when each part was, as uploads are in this order
+    store, create = Link.store, LargeObjects.create
+
+    def noted_store(link: Link, part: Any, payload: Any) -> None:
+        if payload is not None:
+            encoded.append(time.monotonic())
+        store(link, part, payload)
+
+    def late_create(large: LargeObjects, name: str, *content: Any, **options: Any) -> bool:
+        if name.startswith(PART):
+            until = encoded.popleft() + steps * statistics.median(Worker.durations or [0.0])
+            time.sleep(max(0.0, until - time.monotonic()))
+        return create(large, name, *content, **options)
+
+    setattr(Link, "store", noted_store)  # noqa: B010 - observed
+    setattr(LargeObjects, "create", late_create)  # noqa: B010
+
+
 def run_worker(job: Job, notes: Path, history: Path) -> None:
     """Train, as the program of a user does."""
     Worker.job, Worker.notes = job, notes
     if job.hasty:
-        connection.EXPIRY, leader.BEAT = 2.0, 0.1
+        for kind, rates in list(RATES.items()):
+            RATES[kind] = rates._replace(grace=0.0)
     if job.recorded:
         record_inputs(history)
     if job.late:
-        upload = IslandPeers._upload
-
-        def late_upload(*part: Any) -> None:
-            time.sleep(job.late * statistics.median(Worker.durations or [0.0]))
-            upload(*part)
-
-        setattr(IslandPeers, "_upload", late_upload)  # noqa: B010
-    setattr(train, "Trainer", Worker)  # noqa: B010
+        delay_uploads(job.late)
+    setattr(rank, "Trainer", Worker)  # noqa: B010
     sys.exit(train.main(core.command_line(job.settings)))
 
 
@@ -206,16 +242,24 @@ def run_worker(job: Job, notes: Path, history: Path) -> None:
 
 
 class Run:
-    """Workers in a network. The server of islands is in the place after them."""
+    """Workers in a network. With a served store, its host is in the place after them."""
 
     def __init__(
-        self, folder: Path, workers: int, job: Job, *, islands: bool, rate: float = math.inf
+        self,
+        folder: Path,
+        workers: int,
+        job: Job,
+        *,
+        store: StoreKind | None = None,
+        rate: float = math.inf,
     ) -> None:
-        """`rate`: of each link, in Mbit/s."""
-        self.folder, self.workers, self.job, self.islands = folder, workers, job, islands
-        self.network = Network(workers + islands, up=rate, down=rate)
-        self.server: Program
-        self.join = ""
+        """`store`: that of islands. None: the workers are one job. `rate`: of the link of each
+        worker, in Mbit/s."""
+        self.folder, self.workers, self.job, self.store = folder, workers, job, store
+        self.rate = rate
+        places = workers + (store is not None)
+        self.network = NoNetwork() if store == "folder" else Network(places, up=rate, down=rate)
+        self.host: Host | None = None
         self.living = dict[int, BaseProcess]()
         """Workers that are expected to reach the end."""
         self.started = dict[int, float]()
@@ -224,37 +268,39 @@ class Run:
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True)
         self.network.__enter__()
-        if self.islands:
-            self.serve()
+        if self.store is not None:
+            try:
+                self._start_host(self.store)
+            except BaseException:
+                self.network.close()
+                raise
         return self
+
+    def _start_host(self, store: StoreKind) -> None:
+        hasty = self.job.hasty
+        self.host = build_host(store, self.folder, self.network, self.workers, hasty=hasty)
+        if store == "serve":  # its link is not what limits the islands
+            rate = self.workers * self.rate
+            self.network.set_rate(self.workers, up=rate, down=rate)
+        self.host.start()
 
     def __exit__(self, *error: object) -> None:
         for worker in [*self.living]:
             self.kill(worker)
+        if self.host is not None:
+            self.host.stop()
         self.network.close()
-
-    def serve(self) -> None:
-        """Start or restart the server, and wait until it is ready."""
-        more, folder = [] if self.join else ["--keep-gb", "1"], self.folder / "server"
-        self.server, self.join = self.network.serve_islands(self.workers, folder, *more)
-
-    def kill_server(self) -> None:
-        """Kill `serve`, which would start nats-server again, and nats-server."""
-        children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text()
-        for pid in (self.server.pid, *map(int, children.split())):
-            with suppress(ProcessLookupError):  # it ends with `serve`
-                os.kill(pid, signal.SIGKILL)
-        self.server.wait()
 
     def start(self, worker: int, **changes: Any) -> None:
         """Start a worker with changes of its job."""
         self.started[worker] = time.time()
         run, variables, own = "run", self.network.rank_variables(worker), core.Settings()
-        if self.islands:
+        if self.host is not None:
             run, variables = f"run-{worker}-{self.started[worker]:.2f}", {}
-            own = {"islands.join": self.join, "islands.name": f"worker-{worker}"}
+            own = {"islands.join": self.host.join(worker), "islands.name": site_of(worker)}
         own["run.folder"] = str(self.folder / run)
-        job = replace(self.job, settings=self.job.settings | own, **changes)
+        counted = self.store == "serve"
+        job = replace(self.job, settings=self.job.settings | own, counted=counted, **changes)
         self.living[worker] = self.network.fork(
             worker,
             run_worker,
@@ -286,6 +332,12 @@ class Run:
     def kill(self, worker: int) -> None:
         process = self.living.pop(worker)
         process.kill()
+        process.join()
+
+    def leave(self, worker: int) -> None:
+        """Stop an island in order."""
+        process = self.living.pop(worker)
+        process.terminate()
         process.join()
 
     def signal(self, worker: int, number: int) -> None:
@@ -326,6 +378,6 @@ class Run:
 
     def records(self, worker: int) -> list[core.Record]:
         """Return the records of a worker, of an island those of its last life."""
-        if not self.islands:
+        if self.store is None:
             return core.read_records(self.folder / "run", worker)
         return core.read_records(max(self.folder.glob(f"run-{worker}-*")))

@@ -16,3 +16,8 @@ def test_verdicts_are_read_from_a_log(kind: Kind, culprit: str) -> None:
     log = f"step 7/9  loss 1.0\n[rank 0] warning: {begun}\n{over}\n{begun}\n"
     assert verdicts_in(log) == [(kind, culprit)]
     assert verdicts_in(f"{over}\n") == []
+
+
+def test_an_island_with_other_bits_is_read_from_its_log() -> None:
+    line = "island worker-2: fragment 0: its copy has wrong bits, and is downloaded again"
+    assert verdicts_in(f"step 7/9  loss 1.0\n{line}\n") == [("wrong numbers", "worker 2")]

@@ -14,7 +14,7 @@ from torchtitan_diloco.islands.merging import apply_version, read_copy
 from torchtitan_diloco.islands.payload import HEADER_BYTES
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands_store.decision import Decision, decode_decision
-from torchtitan_diloco.islands_store.names import COPY, RUN, VERSION, Object, run_number
+from torchtitan_diloco.islands_store.names import COPY, RUN, VERSION, Object, run_name, run_number
 from torchtitan_diloco.store import AwayError, open_store
 
 LOOK_SECONDS = 0.1
@@ -30,11 +30,10 @@ class Audit:
 
     def look(self) -> None:
         """Read all new decisions, and the objects that they name."""
-        for entry in self._run.brief.list(RUN):
+        after = run_name(max(self.decisions)) if self.decisions else ""
+        for entry in self._run.brief.list(RUN, after):
             number = run_number(entry.name)
             assert number is not None, entry.name
-            if number in self.decisions:
-                continue
             stored = self._run.brief.get(entry.name)
             if stored is None:
                 continue

@@ -12,6 +12,7 @@ from tests.islands.by_hand import HandIsland, train
 from tests.islands.servers import free_port, wait_until
 from tests.islands.test_bucket_server import SITE, serving
 from tests.islands.test_store_run import end_of, island
+from tests.islands.trainees import TOKENS, Trainee, trained
 from torchtitan_diloco.components.checkpoint_folder import step_of
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands_store import names
@@ -79,3 +80,25 @@ def test_an_island_of_a_site_that_has_lost_its_machine_continues_from_its_mirror
         assert step_of(last(tmp_path / SITE)) == 12
         with closing(open_store(server.join_file(SITE), writes=None, quiet=True)) as store:
             assert {one.name.split("/")[1] for one in store.list(names.MIRROR)} == {SITE}
+
+
+def test_an_island_that_may_not_found_a_run_waits_for_one_that_may(tmp_path: Path) -> None:
+    flags = ["--address", "127.0.0.1", "--port", free_port()]
+    with serving(tmp_path / "bucket", *flags) as server:
+        server.site()
+        total = 40 * 2 * TOKENS
+        member, founder = (
+            Trainee(server.join_file(login), login, config(8, delay=1), total_tokens=total)
+            for login in (SITE, "owner")
+        )
+
+        def is_waiting() -> bool:
+            link = member.peers._link
+            return link is not None and any("may found" in line for line in link.machine.news)
+
+        with trained(member):
+            wait_until(is_waiting, "the first island to wait for another one")
+            with trained(founder):
+                pass
+        for name, value in founder.shared.items():
+            assert torch.equal(member.shared[name], value), name

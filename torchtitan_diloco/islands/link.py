@@ -48,7 +48,7 @@ from torchtitan_diloco.islands_store.names import (
 )
 from torchtitan_diloco.islands_store.note import Gauges, Part
 from torchtitan_diloco.islands_store.settings import RATES
-from torchtitan_diloco.store import AwayError, DamagedError, FullError, Kind
+from torchtitan_diloco.store import AwayError, DamagedError, FullError, Kind, RefusedError
 
 BEAT = 1.0
 """Seconds between two notes without a change."""
@@ -408,7 +408,13 @@ class Link:
         if not self._is_founding_stored:
             name = founding_name(self.machine.incarnation)
             content = encode_founding(founding)
-            self._is_founding_stored = self._try(lambda: self.run.store.create(name, content))
+            try:
+                self._is_founding_stored = self._try(lambda: self.run.store.create(name, content))
+            except RefusedError:  # its login may join the run of others only
+                with self._changed:
+                    self.machine.founds = None
+                    self.machine.may_found = False
+                return
         if self.machine.is_founder and not self._are_copies_stored:
             self._are_copies_stored = self._try(
                 lambda: store_copies(self.run, self.machine.incarnation, self._copies)
