@@ -441,6 +441,24 @@ def test_another_tokenizer_or_model_is_an_error_for_people(hand: Hand, *, is_sav
         build_island(fragments=2, saved=saved).on_decision(founded(), 0.0)
 
 
+def test_it_says_what_it_waits_for_before_it_trains() -> None:
+    island = build_island(corpus="aa")
+    assert island.missing() == "the run to be founded"
+    state = founded((B, "c/3333"), slots=3, start_with=3)
+    state.begun = False
+    state.slots[1].corpus = "bb"
+    waiting = Hand(state, corpus="aa")
+    assert waiting.island.missing() == "1 more island, with which the run begins"
+    waiting.read(settings=msgspec.structs.replace(state.settings, slots=2))
+    assert waiting.island.missing().startswith("a free slot of its corpus: 1 of 2 slots fit")
+    state.slots[1].corpus = ""
+    waiting.read()
+    assert waiting.island.missing().startswith("a free slot: 2 of 2 slots fit")
+    state.slots[1].owner = None
+    waiting.read(begun=True)
+    assert waiting.island.missing() == "the run to begin"
+
+
 def test_a_healed_fragment_declares_its_work_lost(hand: Hand) -> None:
     """The skipped step belongs to what is lost. The part in flight counts, and is added."""
     hand.step(12)

@@ -112,7 +112,7 @@ class Island:
                 )
         if not decision.begun:
             missing = self.settings.start_with - len(decision.owners())
-            return f"{missing} more islands, with which the run begins"
+            return f"{missing} more island{'s' * (missing > 1)}, with which the run begins"
         return "the run to begin"
 
     def say(self, line: str) -> None:
