@@ -92,6 +92,11 @@ def test_what_an_island_waits_for_before_it_trains() -> None:
     assert before_start(island(waits)) == text
     full = founded((B,), slots=1)
     assert before_start(island(full)) == "a slot: 1 slot (islands.slots) have owners"
+    full = founded((B, "c/3333"), slots=2)
+    full.slots[1].corpus = "bb"
+    machine = island(full)
+    machine.corpus = "aa"
+    assert before_start(machine) == "a slot of its corpus: 1 of 2 (islands.slots) are of it"
 
 
 def test_what_training_waits_for() -> None:
