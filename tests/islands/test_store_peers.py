@@ -20,7 +20,8 @@ from torchtitan_diloco.diloco import Beginning, StreamingDiLoCo
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.islands.founding import JobCheckpoint
-from torchtitan_diloco.islands.store_peers import Seat, StorePeers
+from torchtitan_diloco.islands.seat import Seat
+from torchtitan_diloco.islands.store_peers import StorePeers
 from torchtitan_diloco.islands_store.note import Part
 from torchtitan_diloco.store import AwayError
 
