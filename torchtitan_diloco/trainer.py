@@ -369,6 +369,7 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer,
             outer=self.outer,
+            is_island=bool(self.course.run),
         )
         if self.config.model.weights:
             notes.append("model.weights is for new runs: the checkpoint's weights are used")

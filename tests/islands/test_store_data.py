@@ -18,7 +18,7 @@ from torchtitan_diloco.config import load_config
 from torchtitan_diloco.data.loader import Stream
 from torchtitan_diloco.data.mixture import Indices
 from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.islands.store_joining import Seat
+from torchtitan_diloco.islands.seat import Seat
 from torchtitan_diloco.islands_store.changes import Set, encode_change
 
 Place = tuple[int, int]

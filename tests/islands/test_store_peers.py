@@ -25,7 +25,7 @@ from torchtitan_diloco.diloco.state_dict import SHARED, SavedState
 from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.islands.founding import JobCheckpoint
 from torchtitan_diloco.islands.layout import hexadecimal
-from torchtitan_diloco.islands.store_joining import Seat
+from torchtitan_diloco.islands.seat import Seat
 from torchtitan_diloco.islands.store_peers import StorePeers
 from torchtitan_diloco.islands_store.note import JOIN, Part
 from torchtitan_diloco.store import AwayError

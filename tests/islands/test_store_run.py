@@ -158,13 +158,13 @@ def test_the_syncer_beside_an_island_outlasts_it(tmp_path: Path) -> None:
 def test_islands_continue_a_job_that_had_a_beginning(tmp_path: Path) -> None:
     """At its tokens and its place in the order of samples; a new machine does so from a mirror."""
     job = {key: value for key, value in SETTINGS.items() if not key.startswith("islands.")}
-    job |= {"diloco.beginning.length": 16, "training.stop_after": 16, "training.steps": 80}
-    job |= {"diloco.workers": 1, "run.folder": tmp_path / "job"}
+    job |= {"diloco.beginning.length": 8, "training.stop_after": 8, "training.steps": 40}
+    job |= {"diloco.workers": 2, "run.folder": tmp_path / "job"}
     words = [word for key, value in job.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "torchtitan_diloco", "train", "--config", "debug", *words]
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=PATIENCE)
     trained_tokens = read_manifest(last(tmp_path / "job")).tokens
-    assert trained_tokens == 16 * 2 * 16
+    assert trained_tokens == 8 * 2 * 2 * 16
     more: dict[str, Any] = {
         "training__steps": 40,
         "checkpoint__resume": tmp_path / "job",
@@ -187,9 +187,10 @@ def test_islands_continue_a_job_that_had_a_beginning(tmp_path: Path) -> None:
         assert refused.returncode == USER_ERROR, output
         assert "the location is empty, and the checkpoint is of a job" in output
         more["islands__found"] = "true"
-        for output in start(training__stop_after=28).values():
+        for output in start(training__stop_after=20).values():
             assert f"takes the newest shared copy, of {trained_tokens} tokens" in output
             assert "starts at its sample 16\n" in output
+            assert "are now" not in output, "no worker is missing"
         assert {path.name for path in (tmp_path / "store/mirror").iterdir()} == {"a", "b"}
         before = newest(tmp_path / "store")
         shutil.rmtree(tmp_path / "b")  # a new machine has no checkpoint, and takes its mirror

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.diloco.toy import Net, full, inner_step, parameters
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 from torchtitan_diloco.islands.config import Islands
-from torchtitan_diloco.islands.store_joining import Seat
+from torchtitan_diloco.islands.seat import Seat
 from torchtitan_diloco.islands.store_peers import StorePeers
 
 TOKENS, SAMPLES = 100, 2

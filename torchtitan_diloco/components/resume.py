@@ -282,8 +282,12 @@ def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     outer: OuterLoop,
+    *,
+    is_island: bool = False,
 ) -> list[str]:
     """Load a checkpoint and return what could not be carried over, one line each.
+
+    `is_island`: the other workers are jobs of their own, with their own checkpoints.
 
     Workers without one get a copy of the first that has it, with the shared parameters in their
     model. With data parallelism, or after it, all workers go on from one.
@@ -328,7 +332,7 @@ def restore(
     if not reads:
         write_shared(model, saved)
     notes += outer.load_state_dict(saved)
-    if streaming:
+    if streaming and not is_island:
         notes += _changed_workers(manifest.workers, now=world.workers, readers=readers)
     return notes
 

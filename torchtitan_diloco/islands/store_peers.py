@@ -54,7 +54,7 @@ from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.own_rounds import OwnRounds
 from torchtitan_diloco.islands.payload import Header
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.islands.store_joining import Seat, take_seat
+from torchtitan_diloco.islands.seat import Seat, take_seat
 from torchtitan_diloco.islands.store_settings import in_diloco
 from torchtitan_diloco.islands.store_witness import StoreWitness
 from torchtitan_diloco.islands.waiting import (

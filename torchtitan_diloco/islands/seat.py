@@ -1,7 +1,5 @@
 """The place that an island takes when it joins a run in a store.
 
-(The name of this file is temporary: it becomes `joining.py` when the islands with a log go.)
-"""
 
 from dataclasses import dataclass
 
