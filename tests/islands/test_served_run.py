@@ -4,6 +4,7 @@ import shutil
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.components.test_resume import last
@@ -12,10 +13,13 @@ from tests.islands.by_hand import HandIsland, train
 from tests.islands.servers import free_port, wait_until
 from tests.islands.test_bucket_server import SITE, serving
 from tests.islands.test_store_run import end_of, island
+from tests.islands.trainees import Trainee, trained
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint_folder import step_of
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands_store import names
 from torchtitan_diloco.store import open_store
+from torchtitan_diloco.store.errors import RefusedError
 
 STEPS = 36
 
@@ -79,3 +83,29 @@ def test_an_island_of_a_site_that_has_lost_its_machine_continues_from_its_mirror
         assert step_of(last(tmp_path / SITE)) == 12
         with closing(open_store(server.join_file(SITE), writes=None, quiet=True)) as store:
             assert {one.name.split("/")[1] for one in store.list(names.MIRROR)} == {SITE}
+
+
+def test_an_island_whose_login_is_revoked_ends(tmp_path: Path) -> None:
+    """Nothing starts it again. The island of the owner trains on."""
+    flags = ["--address", "127.0.0.1", "--port", free_port()]
+    with serving(tmp_path / "bucket", *flags) as server:
+        server.site()
+        first, member = (
+            Trainee(
+                server.join_file(login),
+                name,
+                config(8, delay=1),
+                total_tokens=10**9,
+                step_seconds=0.01,
+            )
+            for login, name in (("owner", "a"), (SITE, SITE))
+        )
+        with trained(first):
+            with pytest.raises(UserError, match=r"join-.*\.toml") as caught, trained(member):
+                wait_until(lambda: member.steps > 20, "the island of the site")
+                server.site("--revoke")
+            assert type(caught.value) is RefusedError, "torchrun starts no process after it"
+            reached = first.steps
+            wait_until(lambda: first.steps > reached + 20, "the island of the owner")
+            first.stop.set()
+    assert first.peers.left
