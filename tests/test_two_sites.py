@@ -203,8 +203,8 @@ def test_islands_over_a_bucket_of_ones_own(sites: Sites, tmp_path: Path) -> None
 
 
 def test_islands_over_a_bucket_of_a_provider(sites: Sites, tmp_path: Path) -> None:
-    """Each call takes 50 ms or more, and the syncer runs at a site. SeaweedFS takes the place of the
-    provider, and the join file is that of the page."""
+    """Each call takes 50 ms or more, and the syncer runs at a site. SeaweedFS takes the place of
+    the provider, and the join file is that of the page."""
     server = serve(sites, tmp_path / "server", " --no-syncer")
     link = Console(sites, "server", tmp_path / "link")
     link.start(f"exec {sys.executable} -m tests.slow_link {LINK_PORT} 8333 50")
