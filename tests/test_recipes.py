@@ -21,7 +21,8 @@ import yaml
 from tests.conftest import REPOSITORY
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.islands.__main__ import main as islands
-from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.bucket_folder import open_folder
+from torchtitan_diloco.islands_store.names import OWNER
 
 RECIPES = REPOSITORY / "examples/recipes"
 DOCUMENTS = list(yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text()))
@@ -29,9 +30,10 @@ DOCUMENTS = list(yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text()))
 
 @pytest.fixture
 def join(tmp_path: Path) -> str:
-    path = tmp_path / "join.txt"
-    path.write_text(str(Join(("host:1",), "run", "user", "secret")))
-    return str(path)
+    """Return the path of the owner's join file."""
+    folder = open_folder(tmp_path / "bucket", address="host", host=None, port=None)
+    folder.save_settings()
+    return str(folder.join_file(OWNER))
 
 
 def container(kind: str) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def test_the_parts_of_kubernetes_find_each_other() -> None:
 
 def test_the_island_of_kubernetes_has_settings_that_exist(join: str) -> None:
     train, *words = container("Job")["args"]
-    words = [word.replace("/join/join.txt", join) for word in words]
+    words = [word.replace("/join/join.toml", join) for word in words]
     config = settings_of([word.replace("$(JOB_COMPLETION_INDEX)", "3") for word in words])
     assert train == "train"
     assert config.islands.name == "island-3"
@@ -84,7 +86,7 @@ def test_the_server_of_kubernetes_has_options_that_exist(
         islands([*words, "--help"])
     shown = capsys.readouterr().out
     for word in words[1:]:
-        assert word.partition("=")[0] in shown
+        assert word.startswith("/") or word.partition("=")[0] in shown
 
 
 SCONTROL = '#!/bin/sh\necho "scontrol $*" >> "$RECORD"\n'

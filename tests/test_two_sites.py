@@ -9,19 +9,22 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 
 from benchmarks.network import ENVIRONMENT, Program, enter, wait_until
 from tests.conftest import REPOSITORY
-from tests.islands.servers import need_server
 from tests.network import Sites, built
 from tests.processes import FORKS
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.export.weights import open_saved
+from torchtitan_diloco.islands.seaweed import find_weed
 
 PATIENCE = 400
 STEPS = 9000
@@ -41,6 +44,8 @@ SMALL: dict[str, Any] = {
     "metrics.log_every": 5,
     "checkpoint.every_minutes": 0,
 }
+LINK_PORT = 8443
+"""Port that leads to the bucket over a long link."""
 WIREGUARD_GO = """mkdir -p /run/wireguard
 mount -t tmpfs none /run/wireguard
 wireguard-go -f wg0 &
@@ -48,16 +53,27 @@ trap 'kill %1' EXIT
 until [ -S /run/wireguard/wg0.sock ]; do sleep 0.05; done"""
 
 
-ISLANDS, ONE_WORLD = ("islands.md", "Two sites"), ("launching.md", "One world")
+OWN, PROVIDER = ("islands.md", "A bucket of your own"), ("islands.md", "A provider's bucket")
+ONE_WORLD = ("launching.md", "One world")
 """Pages, and their sections."""
+
+
+def section_of(page: str, section: str) -> str:
+    text = (REPOSITORY / "docs" / page).read_text()
+    return text.split(f"\n## {section}\n")[1].split("\n## ")[0]
 
 
 def commands(place: str, page: str, section: str) -> list[str]:
     """Return the commands that a section of a page has for a place, such as `site-a$`."""
-    text = (REPOSITORY / "docs" / page).read_text().replace("\\\n", " ")
-    text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    text = section_of(page, section).replace("\\\n", " ")
     found = re.findall(rf"^{re.escape(place)} (.*)$", text, re.M)
     assert found, f"docs/{page} has no command of {place}"
+    return found
+
+
+def command_with(word: str, place: str, page: str, section: str) -> str:
+    """Return the command of a place that has this word."""
+    (found,) = (one for one in commands(place, page, section) if word in one)
     return found
 
 
@@ -124,38 +140,93 @@ def check_that_no_site_reaches_the_other(sites: Sites) -> None:
         assert process.exitcode == 0
 
 
-def test_islands(sites: Sites, tmp_path: Path) -> None:
-    """One site is killed and started again; the other one trains on."""
-    need_server()
-    check_that_no_site_reaches_the_other(sites)
-    server = Console(sites, "server", tmp_path / "server")
-    (serve,) = commands("server$", *ISLANDS)
-    server.start(serve.replace("server.example.org", Sites.PUBLIC["server"]))
-    server.wait_for("contains a password")
-    consoles = []
-    for site in ("a", "b"):
-        console = Console(sites, f"site-{site}", tmp_path / site)
-        shutil.copy(server.folder / "islands/join.txt", console.folder)
-        (train,) = commands(f"site-{site}$", *ISLANDS)
-        console.start(train, training__steps=STEPS, checkpoint__every=20)
-        consoles.append(console)
+def need_seaweed() -> None:
+    """Skip a test if what `islands serve` needs is missing."""
+    for module in ("obstore", "cryptography"):
+        pytest.importorskip(module)
+    try:
+        find_weed()
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def serve(sites: Sites, folder: Path, options: str = "") -> Console:
+    """Serve a bucket, as the page says."""
+    need_seaweed()
+    server = Console(sites, "server", folder)
+    command = command_with("islands serve", "server$", *OWN)
+    server.start(command.replace("server.example.org", Sites.PUBLIC["server"]) + options)
+    server.wait_for("join files: ")
+    return server
+
+
+def train_lose_and_return(
+    sites: Sites, consoles: list[Console], trains: list[str], **settings: object
+) -> None:
+    """Site B is killed and started again; site A trains on. Then the run is made shorter."""
     a, b = consoles
+    settings |= {"training__steps": STEPS, "checkpoint__every": 20}
+    for console, train in zip(consoles, trains, strict=True):
+        console.start(train, **settings)
     b.wait_for("checkpoint of step 20")
     b.program.process.kill()
     reached = a.step
     a.wait_until(lambda: a.step > reached + 10)
-    b.start(train, training__steps=STEPS, checkpoint__every=20)
+    b.start(trains[1], **settings)
     b.wait_for("resumed from")
     b.wait_until(lambda: b.step > 50)
-    change = Console(sites, "site-b", tmp_path / "b-change")
-    tokens = SMALL["training.batch_size"] * SMALL["training.sequence_length"] * (a.step + 100)
-    join = f"--join {b.folder}/join.txt"
-    change.start(f".venv/bin/torchtitan-diloco islands change total_tokens {tokens} {join}")
+    change = Console(sites, "site-a", a.folder.with_name("change"))
+    tokens = SMALL["training.batch_size"] * SMALL["training.sequence_length"] * 2 * (a.step + 100)
+    (join,) = re.findall(r"--islands.join (\S+)", trains[0])
+    command = command_with("islands change diloco.sync_every", "$", "islands.md", "Change the run")
+    command = command.partition("#")[0].replace("diloco.sync_every 50", f"total_tokens {tokens}")
+    change.start(command.replace("LOCATION", str(a.folder / join)))
     for console in (change, *consoles):
         console.finish()
+    check_that_both_have_the_same_model(consoles)
+
+
+def test_islands_over_a_bucket_of_ones_own(sites: Sites, tmp_path: Path) -> None:
+    """The island of the owner begins the run. That of the other site has a login of its own."""
+    check_that_no_site_reaches_the_other(sites)
+    server = serve(sites, tmp_path / "server")
+    site = Console(sites, "server", tmp_path / "server")
+    site.start(command_with("islands site", "server$", *OWN))
+    site.finish()
+    consoles = [Console(sites, f"site-{site}", tmp_path / site) for site in ("a", "b")]
+    for console, login in zip(consoles, ("owner", "b"), strict=True):
+        shutil.copy(server.folder / f"bucket/join-{login}.toml", console.folder)
+    trains = [command_with("run_train.sh", f"{one.place}$", *OWN) for one in consoles]
+    train_lose_and_return(sites, consoles, trains)
     server.program.process.terminate()
     server.finish()
-    check_that_both_have_the_same_model(consoles)
+
+
+def test_islands_over_a_bucket_of_a_provider(sites: Sites, tmp_path: Path) -> None:
+    """Each call takes 50 ms or more, and the syncer runs at a site. SeaweedFS takes the place of
+    the provider, and the join file is that of the page."""
+    server = serve(sites, tmp_path / "server", " --no-syncer")
+    link = Console(sites, "server", tmp_path / "link")
+    link.start(f"exec {sys.executable} -m tests.slow_link {LINK_PORT} 8333 50")
+    link.wait_for("listening")
+    owner = tomllib.loads((server.folder / "bucket/join-owner.toml").read_text())
+    (block,) = re.findall(r"^```toml\n(.*?)^```", section_of(*PROVIDER), re.M | re.S)
+    join = tomllib.loads(block)
+    assert join["location"] == "s3://my-bucket/run-1"
+    join["location"] = "s3://islands/run-1"
+    join["endpoint"] = owner["endpoint"].replace(":8333", f":{LINK_PORT}")
+    for key in ("access_key_id", "secret_access_key", "certificate"):
+        join[key] = owner[key]
+    join["kind"] = "cloud"  # a provider is recognized by the name in its endpoint
+    consoles = [Console(sites, f"site-{site}", tmp_path / site) for site in ("a", "b")]
+    for console in consoles:
+        (console.folder / "join.toml").write_text(tomli_w.dumps(join))
+    trains = [command_with("run_train.sh", f"{one.place}$", *PROVIDER) for one in consoles]
+    trains = [train.replace("s3://my-bucket/run-1", "join.toml") for train in trains]
+    rounds = {"diloco__sync_every": 60, "diloco__overlap__delay": 30}  # of several seconds
+    train_lose_and_return(sites, consoles, trains, **rounds)
+    server.program.process.terminate()
+    server.finish()
 
 
 def test_one_world_over_wireguard(sites: Sites, tmp_path: Path) -> None:

@@ -273,46 +273,56 @@ def draw_bytes() -> None:
 
 
 def draw_islands() -> None:
-    """Three islands and one log: one comes late, one is cut off for a while, one dies."""
-    axes = bare_axes(9.2, 3.6)
+    """Three islands, a store and the syncer: one comes late, one is cut off, one dies."""
+    axes = bare_axes(9.2, 4.3)
     blue, orange, green = FRAGMENTS
-    rounds = [1.6, 3.6, 5.6, 7.6, 9.6]
-    lives = {  # rows, times in which the island trains, times in which it can reach the server
-        "amsterdam": (3.0, [(0, 11)], [(0, 11)]),
-        "berlin": (2.2, [(0, 11)], [(0, 4.2), (6.4, 11)]),
-        "chicago": (1.4, [(2.4, 6.9), (8.6, 11)], [(2.4, 6.9), (8.6, 11)]),
+    versions = [1.6, 3.6, 5.6, 7.6, 9.6]
+    lives = {  # rows, times in which the island trains, times in which it can reach the store
+        "amsterdam": (3.7, [(0, 11)], [(0, 11)]),
+        "berlin": (2.9, [(0, 11)], [(0, 4.2), (6.4, 11)]),
+        "chicago": (2.1, [(2.4, 6.9), (8.6, 11)], [(2.4, 6.9), (8.6, 11)]),
     }
     for name, (y, trains, reaches) in lives.items():
         axes.text(-0.15, y + 0.2, name, ha="right", weight="bold")
         for begin, end in trains:
             bar(axes, begin, y, end - begin, TRAIN)
-        for at in rounds:
-            if any(begin + 0.7 < at < end for begin, end in reaches):
-                # Behind the bars of the other islands, so that it crosses no label.
-                arrow = {"arrowstyle": "-|>", "color": blue, "lw": 1.2, "alpha": 0.7}
-                axes.annotate("", (at, 0.72), (at - 0.45, y), arrowprops=arrow, zorder=0.5)
-    axes.text(5.3, 2.44, "no connection: it trains on", ha="center", va="center", color=orange)
-    axes.text(6.85, 1.64, "killed", ha="right", va="center", color=orange)
-    axes.text(8.65, 1.64, "again", va="center", color=green)
-    axes.text(2.45, 1.64, "joins", va="center", color=green)
-    axes.text(-0.15, 0.38, "log", ha="right", weight="bold")
-    axes.plot([0, 11], [0.42, 0.42], color=GREY, lw=1, zorder=0)
-    for number, at in enumerate(rounds, start=1):
-        bar(axes, at - 0.45, 0.2, 0.9, blue, f"round {number}")
+        for at in versions:
+            if any(begin + 0.7 < at < end - 0.5 for begin, end in reaches):
+                # Behind the bars of the other islands, so that they cross no label.
+                up = {"arrowstyle": "-|>", "color": blue, "lw": 1.2, "alpha": 0.7}
+                axes.annotate("", (at - 0.3, 1.52), (at - 0.55, y), arrowprops=up, zorder=0.5)
+                down = {"arrowstyle": "-|>", "color": green, "lw": 1.2, "alpha": 0.7}
+                axes.annotate("", (at + 0.55, y), (at + 0.3, 1.52), arrowprops=down, zorder=0.5)
+    axes.text(5.3, 3.14, "no connection: it trains on", ha="center", va="center", color=orange)
+    axes.text(6.85, 2.34, "killed", ha="right", va="center", color=orange)
+    axes.text(8.65, 2.34, "again", va="center", color=green)
+    axes.text(2.45, 2.34, "joins", va="center", color=green)
+    axes.text(-0.15, 1.2, "store", ha="right", weight="bold")
+    axes.plot([0, 11, 11, 0, 0], [1.0, 1.0, 1.5, 1.5, 1.0], color=GREY, lw=1, zorder=0)
+    axes.text(-0.15, 0.2, "syncer", ha="right", weight="bold")
+    for number, at in enumerate(versions, start=1):
+        axes.text(at, 1.24, f"parts, version {number}", ha="center", va="center", size=9)
+        bar(axes, at - 0.45, 0.0, 0.9, green, "merges")
+        for x, start, end, color in (
+            (at - 0.25, 0.98, 0.52, blue),
+            (at + 0.25, 0.52, 0.98, green),
+        ):
+            arrow = {"arrowstyle": "-|>", "color": color, "lw": 1.2}
+            axes.annotate("", (x, end), (x, start), arrowprops=arrow)
     axes.text(
         5.5,
-        -0.2,
-        "parts of all islands that are there make the next shared copy; every "
-        "island replays them in this order",
+        -0.42,
+        "the parts of all islands that are there make the next version, which every island adds "
+        "to its copy",
         ha="center",
         color=INK,
     )
-    axes.set(xlim=(-1.6, 11.2), ylim=(-0.35, 3.6), xticks=[])
+    axes.set(xlim=(-1.6, 11.2), ylim=(-0.6, 4.3), xticks=[])
     save(axes, "islands")
 
 
 def draw_two_sites() -> None:
-    """Two sites of eight GPUs: as one world over a tunnel, and as islands with a server."""
+    """Two sites of eight GPUs: as one world over a tunnel, and as islands with a bucket."""
     axes = bare_axes(9.2, 3.9)
     blue, orange, green = FRAGMENTS
     for site, x in (("site A: 203.0.113.10", 0.0), ("site B: 198.51.100.20", 7.0)):
@@ -330,12 +340,12 @@ def draw_two_sites() -> None:
     axes.annotate("", (4.05, 2.7), (6.95, 2.7), arrowprops=both)
     axes.text(5.5, 2.85, "one world: wg0 (UDP 51820)", ha="center", color=blue, size=9)
     axes.text(5.5, 2.32, "rank r with rank r + 8", ha="center", color=blue, size=9)
-    bar(axes, 4.6, 0.75, 1.8, orange, "server")
+    bar(axes, 4.6, 0.75, 1.8, orange, "bucket")
     for begin, end in (((4.05, 1.6), (4.9, 1.3)), ((6.95, 1.6), (6.1, 1.3))):
         arrow = {"arrowstyle": "-|>", "color": orange, "lw": 1.6}
         axes.annotate("", end, begin, arrowprops=arrow)
     axes.text(5.5, 1.72, "or islands: each connects", ha="center", color=orange, size=9)
-    axes.text(5.5, 0.42, "TCP 4222, TLS", ha="center", color=orange, size=9)
+    axes.text(5.5, 0.42, "one port, TLS", ha="center", color=orange, size=9)
     axes.set(xlim=(-0.1, 11.1), ylim=(0.2, 4.6), xticks=[])
     save(axes, "two-sites")
 

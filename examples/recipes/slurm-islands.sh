@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Islands as an array of preemptible jobs, one on each node. Submit from the repository's folder:
+# Islands as an array of preemptible jobs, one on each node, which meet in a folder of the shared file system.
+# Submit the syncer and the islands from the repository's folder, which has been set up:
 #
+#     mkdir -p outputs
+#     sbatch --cpus-per-task=4 --time=7-0 --requeue --wrap '.venv/bin/torchtitan-diloco islands sync outputs/store --threads 4'
 #     sbatch --array=0-3 examples/recipes/slurm-islands.sh --config 1b --islands.begin 4 [--section.key value ...]
 #
-# The server runs where all nodes reach it (docs/islands.md), and JOIN is its join file.
+# JOIN is the folder of the run, or the join file of a bucket (docs/islands.md).
 # A job that is preempted, or at the end of its time, leaves the run and is queued again.
 #
 #SBATCH --job-name=islands
@@ -20,7 +23,7 @@ set -euo pipefail
 # Adapt: what your cluster needs before training.
 # export PYTHON=/path/to/python3
 # export NPROC=2
-JOIN="${JOIN:-islands/join.txt}"
+JOIN="${JOIN:-outputs/store}"
 NAME="island-$SLURM_ARRAY_TASK_ID"
 
 cd "${TORCHTITAN_DILOCO:-$SLURM_SUBMIT_DIR}"

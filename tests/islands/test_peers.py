@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import REPOSITORY
 from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
 from tests.islands.running import FP4, TOKENS, Island, same, started
 from tests.islands.servers import PATIENCE, need_server, wait_until
@@ -365,35 +364,3 @@ def test_settings_are_checked() -> None:
     assert isinstance(given.peers, IslandPeers)
     facts = given.peers.build_leader()._joiner._mine
     assert decode(encode(facts)) == facts, "numbers of another type would be void"
-
-
-# --- custom loops ---------------------------------------------------------------------------------
-
-
-def test_the_loop_of_the_documentation(server: Join) -> None:
-    """Each step counts many tokens, so that the run ends soon."""
-    text = (REPOSITORY / "docs/islands-reference.md").read_text()
-    (program,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-
-    def run(name: str) -> dict[str, Tensor]:
-        torch.set_num_threads(1)
-        model = Net()
-        given: dict[str, Any] = {
-            "model": model,
-            "optimizer": sgd(model),
-            "join": str(server),
-            "tokens": 2_500_000,
-        }
-        given |= {
-            "batch": torch.arange(11),
-            "loss": lambda model, batch: model(batch).square().mean(),
-        }
-        exec(program.replace("amsterdam", name), given)
-        assert given["island"].finished
-        shared: dict[str, Tensor] = given["outer"].global_state_dict()
-        return shared
-
-    with ThreadPoolExecutor() as pool:
-        first, second = pool.map(run, ["amsterdam", "berlin"])
-    assert same(first, second)
-    assert not same(first, dict(Net().named_parameters()))

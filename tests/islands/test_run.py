@@ -147,5 +147,5 @@ def test_islands_leave_on_a_notice_and_each_has_a_place_in_the_mirror(tmp_path: 
     assert "left the run after its own step" in done.stdout
     for name in ("island-1", "island-2"):
         saved = last(folder / name)
-        (copy,) = (location / f"island-{name}/copy").iterdir()
+        (copy,) = (location / f"mirror/{name}/copy").iterdir()
         assert copy.name.startswith(saved.name)

@@ -4,6 +4,7 @@ import shutil
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.components.test_resume import last
@@ -17,6 +18,7 @@ from torchtitan_diloco.components.checkpoint_folder import step_of
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands_store import names
 from torchtitan_diloco.store import open_store
+from torchtitan_diloco.store.errors import RefusedError
 
 STEPS = 36
 
@@ -102,3 +104,30 @@ def test_an_island_that_may_not_found_a_run_waits_for_one_that_may(tmp_path: Pat
                 pass
         for name, value in founder.shared.items():
             assert torch.equal(member.shared[name], value), name
+
+
+def test_an_island_whose_login_is_revoked_ends(tmp_path: Path) -> None:
+    """Nothing starts it again. The island of the owner trains on."""
+    flags = ["--address", "127.0.0.1", "--port", free_port()]
+    with serving(tmp_path / "bucket", *flags) as server:
+        server.site()
+        first, member = (
+            Trainee(
+                server.join_file(login),
+                name,
+                config(8, delay=1),
+                total_tokens=10**9,
+                step_seconds=0.01,
+            )
+            for login, name in (("owner", "a"), (SITE, SITE))
+        )
+        with trained(first):
+            member.thread.start()
+            wait_until(lambda: member.steps > 20, "the island of the site")
+            server.site("--revoke")
+            with pytest.raises(RefusedError, match=f"join-{SITE}.toml"):  # nothing restarts it
+                member.finish()
+            reached = first.steps
+            wait_until(lambda: first.steps > reached + 20, "the island of the owner")
+            first.stop.set()
+    assert first.peers.left

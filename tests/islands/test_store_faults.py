@@ -2,6 +2,9 @@
 
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,11 @@ import torch
 from tests.diloco.toy import config
 from tests.islands.audit import audited
 from tests.islands.by_hand import newest, syncer
-from tests.islands.mortal import Lives, decide, train
+from tests.islands.mortal import PATIENCE, Lives, decide, train
 from tests.islands.test_one_job import Versions, one_job
+from tests.islands.test_syncing import wait_for
 from tests.islands.trainees import SAMPLES, TOKENS, Trainee, trained
-from tests.processes import ProcessPool
+from tests.processes import FORKS, ProcessPool
 from torchtitan_diloco.islands_store import fragment as rules
 
 PER_SAMPLE = TOKENS // SAMPLES
@@ -78,6 +82,47 @@ def test_an_island_is_killed_in_its_uploads(tmp_path: Path, deaths: list[int]) -
     for state, copy in zip(survivor.peers.states, copies, strict=True):
         assert torch.equal(state.outer, copy)
     assert audit.newest.ended
+
+
+def test_all_processes_are_killed_and_go_on(tmp_path: Path) -> None:
+    """The islands from their checkpoints, and the syncer on another machine, without its files."""
+    store = tmp_path / "store"
+    chosen = config(8, delay=1)
+    total = 150 * 2 * TOKENS
+    folders = [tmp_path / name for name in "ab"]
+    for folder in (store, *folders):
+        folder.mkdir()
+
+    def start(scratch: str) -> list[BaseProcess]:
+        bodies: list[Callable[[], None]] = [partial(decide, None, store, tmp_path / scratch)]
+        for folder in folders:
+            bodies.append(partial(train, None, store, folder.name, chosen, total, folder))
+        processes: list[BaseProcess] = [FORKS.Process(target=body, daemon=True) for body in bodies]
+        for process in processes:
+            process.start()
+        return processes
+
+    with audited(store) as audit:
+        processes = start("first")
+        wait_for(lambda: all((folder / "saved.pt").exists() for folder in folders))
+        wait_for(lambda: newest(store).fragments[0].version > 3)
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        killed = newest(store)
+        processes = start("second")
+        for process in processes:
+            process.join(PATIENCE)
+        assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert not killed.ended
+    assert audit.newest.run == killed.run
+    assert audit.newest.ended
+    copies = audit.check(PER_SAMPLE)
+    shared = [torch.load(folder / "shared.pt") for folder in folders]
+    for name, value in shared[0].items():
+        assert torch.equal(value, shared[1][name]), name
+    assert sum(copy.numel() for copy in copies) == sum(map(torch.numel, shared[0].values()))
 
 
 def test_islands_train_on_while_the_store_is_away(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from torchtitan_diloco.diloco.state_dict import SHARED, SavedState
 from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.islands.founding import JobCheckpoint
 from torchtitan_diloco.islands.layout import hexadecimal
+from torchtitan_diloco.islands.members import IslandFencedError
 from torchtitan_diloco.islands.seat import Seat
 from torchtitan_diloco.islands.store_peers import StorePeers
 from torchtitan_diloco.islands_store.note import JOIN, Part
@@ -404,6 +405,27 @@ def test_a_lost_slot_is_an_error_for_people_and_no_end(
     assert again.peers.left
     assert again.peers.clock > 0
     assert again.steps >= 10
+
+
+@pytest.mark.usefixtures("soon_silent")
+def test_the_second_start_of_a_name_ends_and_the_first_goes_on(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    settings: dict[str, Any] = {"total_tokens": 10**9, "begin": 1, "slots": 2, "step_seconds": 0.01}
+    first, second = (Trainee(store, "a", config(8, delay=1), **settings) for _ in range(2))
+    joined = threading.Event()
+    first.on_join = lambda _: joined.set()
+    with syncer(store, tmp_path / "scratch"), trained(first):
+        assert joined.wait(60)
+        with (
+            pytest.raises(IslandFencedError, match="another process of this island is running"),
+            trained(second),
+        ):
+            pass
+        reached = first.steps
+        wait_for(lambda: first.steps > reached + 10)
+        first.stop.set()
+    assert first.peers.left
+    assert not second.steps
 
 
 def test_the_end_of_an_own_loop_is_known_after_it_is_closed(tmp_path: Path) -> None:

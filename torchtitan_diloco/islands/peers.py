@@ -57,7 +57,7 @@ LOOK = 0.05  # seconds between two looks at the log at the end of the run
 
 
 class IslandPeers(Peers, Witness):
-    """The other islands of a run. See docs/islands-reference.md for a training loop."""
+    """The other islands of a run whose islands share a log."""
 
     seat: Seat
     """Slot of this island and its first sample, after `join`."""
