@@ -18,7 +18,8 @@ steps are as long as the grace period of a server of one's own, 1 s. A stall is 
 that a surviving island does not compute, as a multiple of its usual step. The next round is counted
 from the end of the fault, and after the syncer was killed, from the first decision of the next one.
 "up, parts" and "down, parts" are the bytes of the link of an island, by the counters of the kernel,
-as multiples of the parts that it has sent.
+as multiples of the parts that it has sent; what is above 1 are requests and notes, which the rate
+of steps determines, and not the size of the model. "versions down" is what it has applied.
 
 --storm: a fault every 40 s at one of four islands, the syncer or the bucket, in random order.
 --come-and-go: up to four islands of a folder start, leave and are killed every 10 s on average. The

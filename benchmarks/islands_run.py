@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, Self
@@ -59,21 +60,21 @@ def watch(location: str, folder: Path, is_over: Event) -> None:
 
 
 def follow(audit: Audit, store: Store, folder: Path, is_over: Event) -> None:
-    newest, counted_at = 0, -math.inf
+    """Write down decisions, and now and then the numbers of objects."""
+    newest, counted_at, is_last = 0, -math.inf, False
     with (
         (folder / "decisions.jsonl").open("w", buffering=1) as decisions,
         (folder / "objects.jsonl").open("w", buffering=1) as objects,
     ):
-        while not is_over.wait(LOOK_SECONDS):
+        while not is_last:
+            is_last = is_over.wait(LOOK_SECONDS)
             for number in sorted(one for one in list(audit.decisions) if one > newest):
                 newest = number
                 decisions.write(json.dumps(describe(audit.decisions[number])) + "\n")
-            if time.monotonic() - counted_at > COUNT_SECONDS:
+            if is_last or time.monotonic() - counted_at > COUNT_SECONDS:
                 counted_at = time.monotonic()
-                try:
+                with suppress(AwayError):
                     objects.write(json.dumps(count_objects(store)) + "\n")
-                except AwayError:
-                    continue
 
 
 def describe(decision: Decision) -> core.Record:
@@ -209,9 +210,10 @@ class IslandsRun(Run):
     def traffic(
         self, workers: Iterable[int], sync_every: int, since: float = 0, until: float = math.inf
     ) -> Found:
-        """Return the bytes of the links of these islands, by the counters of the kernel, as
-        multiples of the parts that they have sent in whole cycles of this time span."""
-        up, down = list[float](), list[float]()
+        """Return the bytes of the links of these islands, by the counters of the kernel, and those
+        of the versions that they have applied, as multiples of the parts that they have sent in
+        whole cycles of this time span."""
+        up, down, versions = list[float](), list[float](), list[float]()
         for worker in workers:
             steps = self.steps(worker, since, until)
             cycles = (len(steps) - 1) // sync_every
@@ -221,7 +223,12 @@ class IslandsRun(Run):
             parts = last["parts"] - first["parts"]
             up.append((last["up"] - first["up"]) / parts)
             down.append((last["down"] - first["down"]) / parts)
-        return {"up, parts": max(up), "down, parts": max(down)}
+            versions.append((last["versions"] - first["versions"]) / parts)
+        return {
+            "up, parts": max(up),
+            "down, parts": max(down),
+            "versions down, parts": max(versions),
+        }
 
     def losses(self, audit: dict[str, Any], workers: Iterable[int]) -> Found:
         """Return the number of steps that are lost or were repeated, and of problems."""

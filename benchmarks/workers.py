@@ -154,6 +154,7 @@ class Worker(Trainer):
             facts["merged"] = max(one.clock for one in decision.fragments)
             facts["rounds"] = sum(one.version for one in decision.fragments)
             facts["parts"] = peers.gauges.sent
+            facts["versions"] = peers.gauges.received
             job.clock.value = max(job.clock.value, peers.clock)
         if job.counted:
             facts["up"], facts["down"] = read_counters(INTERFACE)
