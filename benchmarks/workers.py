@@ -273,7 +273,7 @@ class Run:
             try:
                 self._start_host(self.store)
             except BaseException:
-                self.network.close()
+                self._close()
                 raise
         return self
 
@@ -288,6 +288,9 @@ class Run:
     def __exit__(self, *error: object) -> None:
         for worker in [*self.living]:
             self.kill(worker)
+        self._close()
+
+    def _close(self) -> None:
         if self.host is not None:
             self.host.stop()
         self.network.close()
