@@ -97,7 +97,9 @@ def test_all_processes_are_killed_and_go_on(tmp_path: Path) -> None:
         bodies: list[Callable[[], None]] = [partial(decide, None, store, tmp_path / scratch)]
         for folder in folders:
             bodies.append(partial(train, None, store, folder.name, chosen, total, folder))
-        processes = [FORKS.Process(target=body, daemon=True) for body in bodies]
+        processes: list[BaseProcess] = []
+        for body in bodies:
+            processes.append(FORKS.Process(target=body, daemon=True))
         for process in processes:
             process.start()
         return processes
