@@ -352,7 +352,7 @@ def test_seaweedfs_is_killed_and_returns(server: Serving) -> None:
 def test_a_killed_syncer_is_started_again(tmp_path: Path) -> None:
     flags = ["--address", "127.0.0.1", "--port", free_port()]
     with serving(tmp_path / "bucket", *flags) as server:
-        server.read_to("the syncer decides for the run in ")
+        server.read_to("the syncer waits for a run")
         wait_until(lambda: server.children("--scratch"), "the syncer")
         (killed,) = server.children("--scratch")
         os.kill(killed, signal.SIGKILL)
@@ -365,7 +365,7 @@ def test_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "bucket"
     flags = ["--address", "127.0.0.1", "--port", free_port(), "--host", "127.0.0.1"]
     with serving(folder, *flags) as first:
-        first.read_to("the syncer decides for the run in ")
+        first.read_to("the syncer waits for a run")
         weed = first.weed
         wait_until(lambda: first.children("--scratch"), "the syncer")
         started = [weed, *first.children("--scratch")]

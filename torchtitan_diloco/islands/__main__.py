@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_server_arguments(parser: Parser) -> None:
-    bucket = parser.add_argument_group("a bucket of your own (in development; see docs/islands.md)")
+    bucket = parser.add_argument_group("a bucket of your own")
     bucket.add_argument("bucket", nargs="?", type=Path, metavar="FOLDER", help="its folder")
     bucket.add_argument(
         "--no-syncer",

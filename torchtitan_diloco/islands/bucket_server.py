@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan_diloco.base.process import STOP_SIGNALS
-from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.islands.bucket_folder import (
     BUCKET,
     SYNCER,
@@ -233,13 +233,15 @@ def serve(
             server.start()
             if page_at is not None:
                 page = _serve_page(folder, *page_at)
+            sites = ", ".join(folder.sites())
+            more = f"`{command_line('islands')} site {folder.path} NAME` adds one"
             say(
                 f"the bucket {BUCKET} is at {folder.endpoint}; join files: "
-                f"{folder.join_file(OWNER)} of its owner, and those of the sites "
-                f"({', '.join(folder.sites()) or 'none'})"
+                f"{folder.join_file(OWNER)} of its owner, who begins and changes a run, and those "
+                f"of the sites: {sites or f'none; {more}'}"
             )
             if with_syncer:
-                say(f"the syncer decides for the run in {folder.join_file(SYNCER)}")
+                say("the syncer waits for a run in this bucket, or continues it")
             if page is not None:
                 say(
                     f"page of the run: {page.url}, for the logins of the join files "

@@ -37,9 +37,9 @@ class Islands(Section):
     """Workers as separate jobs, which join and leave while the others continue."""
 
     join: str = field(default="", repr=False)  # contains a password
-    """Join string of a server, or the file `join.txt` that `islands serve` writes, which keeps the
-    password out of process lists. Alternatively the folder of a run, for which `islands sync`
-    decides. Empty: all workers are one job. With islands, each job is one worker."""
+    """Where islands meet: a folder, the join file of a bucket, or `s3://`, `gs://` or `az://` with
+    the login of the environment. Empty: all workers are one job. With islands, each job is one
+    worker."""
     name: str = ""
     """Name of this island. A job with the name of an island that has died takes its place."""
     slots: NotNegative = 0

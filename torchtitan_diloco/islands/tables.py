@@ -74,7 +74,8 @@ def _cell(name: str, row: dict[str, Any]) -> str:
 
 def render(found: dict[str, Any], source: str) -> str:
     """Return the numbers as text for a terminal. `source`: what they are read from."""
-    lines = [f"run {found['run']}: {found['phase']}; {source}: {found['connection']}"]
+    run = f"run {found['run']}" if found["run"] else "no run yet"
+    lines = [f"{run}: {found['phase']}; {source}: {found['connection']}"]
     lines += [f"{name}: {text}" for name, text in headline(found).items()]
     for title, key in TABLES.items():
         names, cells = table(found[key])
