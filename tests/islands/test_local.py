@@ -99,7 +99,7 @@ def test_a_signal_ends_all_islands_and_then_the_syncer(tmp_path: Path) -> None:
     assert (tmp_path / "island-2/output.txt").read_text() == f"island-2 {store}\n"
     assert all((tmp_path / name / "told").exists() for name in ("island-1", "island-2"))
     said = (tmp_path / "syncer/output.txt").read_text()
-    assert said.endswith("SIGTERM: publishes what is merged, and ends\n")
+    assert said.endswith("is stopped: publishes what is merged, and ends\n")
 
 
 def test_a_syncer_that_dies_is_started_again(tmp_path: Path) -> None:

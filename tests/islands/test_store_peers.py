@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,17 +18,25 @@ from tests.islands.by_hand import newest, open_run, syncer
 from tests.islands.test_one_job import Versions, one_job
 from tests.islands.test_syncing import wait_for
 from tests.islands.trainees import SAMPLES, TOKENS, Trainee, trained
+from tests.islands_store.desk import A
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.user import PeersLostError, UserError
 from torchtitan_diloco.diloco import Beginning, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.state_dict import SHARED, SavedState
+from torchtitan_diloco.islands import store_peers
 from torchtitan_diloco.islands.config import Islands
+from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.founding import JobCheckpoint
 from torchtitan_diloco.islands.layout import hexadecimal
+from torchtitan_diloco.islands.link import Claim, Link
 from torchtitan_diloco.islands.members import IslandFencedError
+from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.seat import Seat
 from torchtitan_diloco.islands.store_peers import StorePeers
+from torchtitan_diloco.islands_store.fragment import Boundary, Send
+from torchtitan_diloco.islands_store.island import Island
+from torchtitan_diloco.islands_store.names import VERSION, Object
 from torchtitan_diloco.islands_store.note import JOIN, Part
 from torchtitan_diloco.store import AwayError
 
@@ -343,6 +352,53 @@ def test_a_download_is_dropped_if_its_base_was_reset_meanwhile(tmp_path: Path) -
     assert seen == [True]
     slots = newest(store).slots
     assert any(ledger.lost for slot in slots for ledger in slot.ledgers)
+
+
+def test_an_island_leaves_although_no_syncer_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after Ctrl-C of everything. What it has not sent is read again."""
+    monkeypatch.setattr(store_peers, "UNDECIDED_SECONDS", 2.5)
+    store = tmp_path / "store"
+    options: dict[str, Any] = {"total_tokens": 10**9, "begin": 1, "slots": 1, "step_seconds": 0.02}
+    only = Trainee(store, "a", config(8), **options)
+    is_training = threading.Event()
+    only.on_step = lambda step: is_training.set() if step == 20 else None
+    with syncer(store, tmp_path / "scratch"):
+        only.thread.start()
+        assert is_training.wait(60)
+    only.stop.set()
+    only.finish()
+    assert "leaves without its last parts: no syncer has decided for" in caplog.text
+
+
+def test_a_download_that_fails_while_a_send_waits_for_its_buffer_is_an_error() -> None:
+    stored = Object(VERSION, 1, 0, 1)
+    part = Part(fragment=0, number=1, base=0, checksum="0", start=0, end=1)
+
+    def fail(_: int, __: bytearray, is_claimed: Callable[[], bool]) -> str | None:
+        while not is_claimed():
+            time.sleep(0.01)
+        raise ValueError("the device is lost")
+
+    machine = SimpleNamespace(
+        incarnation=A,
+        news=[],
+        wanted=lambda: [stored],
+        boundary=lambda _: Boundary(0, sends=[Send(part)], is_training=True),
+    )
+    large = SimpleNamespace(get=lambda *_: bytearray(10))
+    copies = SimpleNamespace(values=lambda _: 1, prepare=fail)
+    link = Link(
+        cast("Run", SimpleNamespace(large=large)),
+        cast("Island", machine),
+        cast("SharedCopies", copies),
+        ["0"],
+    )
+    threading.Thread(target=link._guard, args=(link._download,), daemon=True).start()
+    wait_for(lambda: link._claims[0] is Claim.PREPARING)
+    with pytest.raises(ValueError, match="the device is lost"):
+        link.decide()
 
 
 # --- custom loops ---------------------------------------------------------------------------------

@@ -229,6 +229,24 @@ def test_a_syncer_is_stopped_although_its_store_is_gone(
     equal_versions(pair)
 
 
+def test_a_damaged_copy_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    """Only a syncer on another machine needs it."""
+    store = tmp_path / "store"
+    with open_run(store) as run:
+        pair = [HandIsland(run, name, config(0, delay=1)) for name in ("a", "b")]
+        with syncer(store, tmp_path / "scratch"):
+            train(pair, 12, TOKENS)
+    for path in (store / "copy").iterdir():
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    with (
+        pytest.raises(UserError, match=r"is damaged .* with --islands\.found true"),
+        syncer(store, tmp_path / "other"),
+    ):
+        wait_for(lambda: not any(one.name.startswith("syncer") for one in threading.enumerate()))
+
+
 def test_one_folder_has_one_syncer(tmp_path: Path) -> None:
     file = lock_folder(tmp_path)
     try:

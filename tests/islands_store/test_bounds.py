@@ -76,6 +76,36 @@ def test_the_speed_of_islands_is_measured_before_it_is_limited() -> None:
     assert any("raise `fastest`" in line for line in desk.syncer.news)
 
 
+def test_a_slow_start_is_no_speed() -> None:
+    """Islands that were started again before their first parts: these have waited for long."""
+    desk = Desk(founded((A, B), fastest=0.0, block=1))
+    for one in (A, B):
+        desk.note(one, step=0)
+    desk.pass_time(300.0)
+    for number in range(4):
+        for slot, one in enumerate((A, B)):
+            desk.note(one, desk.part(slot, 10), step=10 * (number + 1))
+        desk.pass_time(2.0)
+    assert desk.state.settings.fastest >= HEADROOM * 2
+
+
+def test_a_part_that_has_waited_shortens_the_time_of_no_other() -> None:
+    """Its island has trained on meanwhile, and sends all of that next."""
+    desk = Desk(founded((A, B), fastest=100.0, block=1))
+    desk.merges_last = True
+    desk.note(A, desk.part(0, 10), step=10)
+    for step in range(11, 100):
+        desk.note(A, desk.part(0, 10), step=step)
+        desk.pass_time(1.0)
+    desk.merges_last = False
+    desk.syncer.on_merged(0, 1, checksum(1))
+    desk.pass_time(1.0)
+    assert desk.ledger(0).fate is Fate.MERGED
+    desk.note(A, desk.part(0, 2000), step=2010)
+    desk.pass_time(3.0)
+    assert (desk.ledger(0).number, desk.ledger(0).fate) == (2, Fate.MERGED)
+
+
 def test_a_part_is_bounded_before_the_speed_is_known() -> None:
     desk = Desk(founded(fastest=0.0, block=2, total_tokens=10**6))
     desk.note(A, desk.part(0, samples=10**5), step=1)
@@ -225,7 +255,8 @@ def test_a_decision_has_what_was_last_seen_of_each_owner() -> None:
     assert seen.vitals.compute == pytest.approx(0.123)
     assert seen.flags == 2
     assert 1.9 <= seen.heard <= 3.0
-    assert desk.state.seen[1] is None, "it was never heard"
+    never_heard = seen_of(desk.state, 1)
+    assert (never_heard.step, never_heard.tokens, never_heard.position) == (0, 0, 0)
 
 
 def test_steps_alone_write_no_decisions() -> None:

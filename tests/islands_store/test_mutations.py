@@ -219,7 +219,7 @@ MUTATIONS = {
     ),
     "the slack is taken once": Mutation(
         ledger.decide,
-        "max(age, ledger.since + used)",
+        "max(least, ledger.since + used)",
         "age",
         test_bounds.test_losses_do_not_use_up_the_numbers_of_a_slot,
     ),

@@ -57,7 +57,7 @@ def test_a_second_signal_ends_the_syncer(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGTERM)
         run.wait()
         assert is_gone(syncer)
-    assert "SIGTERM: publishes what is merged, and ends" in run.printed()
+    assert "is stopped: publishes what is merged, and ends" in run.printed()
 
 
 def test_the_syncer_ends_with_an_island_that_fails_before_there_is_a_run(tmp_path: Path) -> None:

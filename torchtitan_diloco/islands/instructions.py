@@ -1,5 +1,6 @@
 """What an island does between two steps: decided on its first rank, and carried out by all."""
 
+import time
 from typing import TypeVar
 
 import msgspec
@@ -37,6 +38,8 @@ class Instructions(msgspec.Struct, array_like=True):
     """Why this incarnation of the island is over, or empty while it is not."""
     away_seconds: float = 0.0
     """Seconds since the store was last read."""
+    undecided_seconds: float = 0.0
+    """Seconds since the latest decision was read. A syncer decides each second."""
 
     @classmethod
     def of(cls, machine: Island, due: Boundary, away_seconds: float) -> "Instructions":
@@ -51,6 +54,7 @@ class Instructions(msgspec.Struct, array_like=True):
             entered=list(machine.entered),
             ending=machine.ending,
             away_seconds=away_seconds,
+            undecided_seconds=max(0.0, time.monotonic() - machine.heard_at),
         )
 
     @property

@@ -152,7 +152,7 @@ class Link:
         try:
             body()
         except _ClosedError:
-            pass
+            self.check()  # the download may have failed
         except BaseException as error:
             if not self._closed.is_set():
                 if isinstance(error, UserError) and self.run.location not in str(error):
@@ -209,6 +209,7 @@ class Link:
         """Claim the buffer of a fragment for its delta. Hold the lock."""
         self._sends.add(fragment)
         while self._claims[fragment] is Claim.PREPARING:
+            self.check()  # the download may have failed
             self._changed.wait(LOOK)
         self._sends.discard(fragment)
         assert fragment not in self._prepared, "a version is applied before the next send"
@@ -298,9 +299,11 @@ class Link:
                 self.run.brief.replace(name, content, durable=False)
             except AwayError:
                 self._is_note_due.set()
+                self._sleep(AGAIN_SECONDS)
             except FullError as error:
                 self.run.say_full(error)
                 self._is_note_due.set()
+                self._sleep(AGAIN_SECONDS)
             self._sleep(pause)
 
     def _download(self) -> None:

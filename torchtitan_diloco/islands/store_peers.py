@@ -72,8 +72,9 @@ from torchtitan_diloco.islands_store.settings import Settings
 
 CLOSE_SECONDS = 5.0
 """Seconds for which a rank waits at its end for the first one."""
-AWAY_SECONDS = 10.0
-"""Seconds without the store after which an island that leaves gives up."""
+AWAY_SECONDS, UNDECIDED_SECONDS = 10.0, 25.0
+"""Seconds without the store, and without a decision, after which an island that leaves gives up.
+Another syncer takes over after ten seconds."""
 
 
 class StorePeers(Peers):
@@ -324,12 +325,15 @@ class StorePeers(Peers):
             yield from self._boundary()
             self._last.raise_if_over(self.islands.name)
             self._say_wait(began, at_boundary)
+            reason = ""
             if self._last.away_seconds > AWAY_SECONDS:
+                reason = f"its store cannot be reached since {AWAY_SECONDS:g} s"
+            elif self._last.undecided_seconds > UNDECIDED_SECONDS:
+                reason = f"no syncer has decided for {UNDECIDED_SECONDS:g} s"
+            if reason:
                 if self._link is not None:
-                    logger.warning(
-                        f"island {self.islands.name} leaves without its last parts: "
-                        f"{self._link.run.location} cannot be reached since {AWAY_SECONDS:g} s"
-                    )
+                    name = self.islands.name
+                    logger.warning(f"island {name} leaves without its last parts: {reason}")
                 return
 
     def check(self) -> None:

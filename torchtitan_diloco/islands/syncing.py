@@ -7,6 +7,7 @@
 | commit | creates decisions; does nothing else, so nothing delays it |
 | work, one per core | loads, merges and encodes, the jobs of a fragment in order |
 | transfer | fetches and uploads, of each login and kind one at a time |
+| delete | deletes what a decision has made superfluous |
 | sweep | deletes garbage, once a minute |
 
 All share the machine of the rules (islands_store/syncer.py) under one lock, which is never held
@@ -39,6 +40,7 @@ from torchtitan_diloco.islands_store.founding import MOST_FOUNDING
 from torchtitan_diloco.islands_store.jobs import (
     Adopt,
     Commit,
+    Delete,
     Fetch,
     Job,
     Load,
@@ -180,6 +182,7 @@ class Term:
         self._commits = SimpleQueue[Commit | None]()
         self._work = Lanes("syncer-work", threads, self._fail)
         self._transfer = Lanes("syncer-transfer", TRANSFERS, self._fail)
+        self._delete = Lanes("syncer-delete", 1, self._fail)  # also while uploads wait for room
         self._fragments = FragmentTasks(run, scratch, self._deliver, self._sleep)
         self._transfers = TransferTasks(
             run, self._fragments, self._deliver, self._sleep, self._supersede
@@ -214,6 +217,7 @@ class Term:
             self._commits.put(None)
             self._work.close()  # a later term reads the files that these tasks write
             self._transfer.close()
+            self._delete.close()
             for thread in threads:
                 thread.join()
         if self._error is not None:
@@ -277,7 +281,9 @@ class Term:
             self._over.set()
             return
         if self._stopping.is_set():
-            self._stop_at = self._stop_at or began + STOP_SECONDS
+            if self._stop_at is None:
+                self._stop_at = began + STOP_SECONDS
+                self._say("is stopped: publishes what is merged, and ends")
             if began > self._stop_at:
                 self._say(
                     f"ends without publishing what is being merged: {self._run.location} has "
@@ -314,6 +320,8 @@ class Term:
             case Upload():
                 lane = job.stored.kind, job.stored.fragment
                 self._transfer.submit(lane, partial(self._transfers.upload, job))
+            case Delete():
+                self._delete.submit("delete", partial(self._transfers.do, job))
             case _:
                 self._transfer.submit(type(job).__name__, partial(self._transfers.do, job))
 
@@ -435,11 +443,10 @@ def sync(
     run = Run(Waiting("the syncer").open(location, writes=""))
     process = SyncerProcess(run, folder, threads=threads, stays=stays, say=say)
 
-    def stop(number: int, _: object) -> None:
+    def stop(*_: object) -> None:
         """Stop in order, and at once for a second signal."""
         for other in STOP_SIGNALS:
             signal.signal(other, signal.SIG_DFL)
-        say(f"{signal.Signals(number).name}: publishes what is merged, and ends")
         process.stop()
 
     for number in STOP_SIGNALS:

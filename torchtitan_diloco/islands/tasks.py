@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.arithmetic import slot_count
 from torchtitan_diloco.islands.layout import Layout, Shapes, hexadecimal
 from torchtitan_diloco.islands.merging import (
@@ -186,7 +187,14 @@ class FragmentTasks:
         version = job.versions[-1].version if job.versions else job.copy.version
         state = scratch.find(job.fragment, version, job.checksum)
         if state is None:
-            state = self._load_objects(job, version)
+            try:
+                state = self._load_objects(job, version)
+            except (DamagedError, MalformedError) as error:
+                raise UserError(
+                    f"fragment {job.fragment} of the run is damaged ({error}): put back a copy of "
+                    "the store, or begin at an empty location from the newest checkpoint of an "
+                    "island, with --islands.found true"
+                ) from error
             scratch.keep(state, job.fragment, version)
         scratch.drop_others(job.fragment, version)
         self._settled[job.fragment] = state

@@ -82,8 +82,8 @@ class Ledger(msgspec.Struct, array_like=True):
     version: Count = 0
     """Version that contains its last merged part."""
     since: Annotated[float, Meta(ge=0)] = 0.0
-    """Age of the run, in seconds, when `taken` last changed, or the slot was given to a new island:
-    its samples are bounded by the time since then."""
+    """Age of the run, in seconds, from which on the samples of the next part can have been read:
+    their number is bounded by the time since then."""
 
 
 class Slot(msgspec.Struct, array_like=True):

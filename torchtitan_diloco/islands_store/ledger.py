@@ -66,6 +66,9 @@ def decide(
     ledger.lost += samples * is_lost
     ledger.taken = end
     # What a part has taken of the slack is missing for the next one: otherwise, many small parts
-    # would take it many times.
+    # would take it many times. Half of the time until this decision counts for the next part, too:
+    # its samples were read since this one was sent, which may be long before it is decided, as
+    # after an outage of the syncer.
     used = samples / settings.fastest if settings.fastest else 0.0
-    ledger.since = round(min(max(age, ledger.since + used), age + SLACK_SECONDS), 2)
+    least = (ledger.since + age) / 2
+    ledger.since = round(min(max(least, ledger.since + used), age + SLACK_SECONDS), 2)

@@ -35,18 +35,25 @@ class Speeds:
     """Measures how fast islands are, to limit what a part may contain."""
 
     def __init__(self) -> None:
-        self._speeds = dict[int, float]()  # samples per second, by slot
+        self._merged_at = dict[tuple[str, int], float]()  # by incarnation and fragment
+        self._speeds = dict[str, float]()  # samples per second, by incarnation
 
-    def measure(self, slot: int, samples: int, seconds: float) -> None:
-        """`seconds`: time since the last merged part of the slot."""
-        speed = samples / max(1.0, seconds)
-        self._speeds[slot] = max(self._speeds.get(slot, 0.0), speed)
+    def measure(self, incarnation: str, part: Part, now: float) -> None:
+        """Learn from a merged part. The time since the one before it counts, and none before that:
+        a first part comes after a start of the run, or of the islands, that may have taken long."""
+        key = incarnation, part.fragment
+        before = self._merged_at.get(key)
+        self._merged_at[key] = now
+        if before is not None:
+            speed = (part.end - part.start) / max(1.0, now - before)
+            self._speeds[incarnation] = max(self._speeds.get(incarnation, 0.0), speed)
 
-    def limit(self, settings: Settings) -> Settings:
-        """Return the settings with `fastest`, if it was unknown."""
-        if settings.fastest:
+    def limit(self, settings: Settings, owners: Sequence[str]) -> Settings:
+        """Return the settings with `fastest`, if it was unknown, and enough owners are measured."""
+        known = [self._speeds[owner] for owner in owners if owner in self._speeds]
+        if settings.fastest or len(known) < min(SECOND_PACES, max(1, len(owners))):
             return settings
-        speed = HEADROOM * pacing(sorted(self._speeds.values(), reverse=True))
+        speed = HEADROOM * pacing(sorted(known, reverse=True))
         return msgspec.structs.replace(settings, fastest=float(f"{min(FASTEST, speed):.3g}"))
 
 

@@ -328,7 +328,7 @@ class Syncer:
         shared.version = stored.version
         for one in current.merging:
             part, ledger = one.part, self.state.slots[one.slot].ledgers[number]
-            self._speeds.measure(one.slot, part.end - part.start, self.age() - ledger.since)
+            self._speeds.measure(one.incarnation, part, self.presence.listened)
             self._decide(ledger, Fate.MERGED, part.number, part.end)
             ledger.version = shared.version
             shared.clock += part.weight
@@ -341,7 +341,8 @@ class Syncer:
         current.note_merged()
         self.uploads.plan(VERSION, number, shared.version + 1)
         if shared.version >= MEASURED_VERSIONS:
-            self.state.settings = self._speeds.limit(self.state.settings)
+            owners = self.state.owners()
+            self.state.settings = self._speeds.limit(self.state.settings, owners)
 
     def on_recorded(self, number: int) -> None:
         """An object of the history is stored."""
