@@ -337,8 +337,7 @@ class StorePeers(Peers):
                 return
 
     def check(self) -> None:
-        where = f"seen after step {self.step}"
-        self._liveness.check(where)
+        self._liveness.check(f"seen after step {self.step}")
         with self._naming_lost_ranks():
             if self._link is not None:
                 self._link.check()
