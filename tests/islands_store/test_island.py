@@ -12,7 +12,7 @@ from torchtitan_diloco.islands_store.checkpoint import Saved
 from torchtitan_diloco.islands_store.decision import REPLACED, SICK, Decision, Fate, Kept, Ledger
 from torchtitan_diloco.islands_store.founding import Founding, WentBackError
 from torchtitan_diloco.islands_store.fragment import Boundary
-from torchtitan_diloco.islands_store.island import LEFT, REJOIN, Island
+from torchtitan_diloco.islands_store.island import LEFT, OVER, REJOIN, Island
 from torchtitan_diloco.islands_store.names import COPY, VERSION, Object
 from torchtitan_diloco.islands_store.note import Note, Part, decode_note
 from torchtitan_diloco.islands_store.settings import RATES
@@ -424,10 +424,9 @@ def test_a_joiner_takes_a_copy_and_the_versions_after_it() -> None:
     for stored in island.wanted():
         island.on_held(stored, 0.0)
     assert decode_note(island.note()).wish == "join"
-    state.number += 1
-    state.ended = True
-    island.on_decision(state, 0.0)
+    island.on_decision(msgspec.structs.replace(state, number=state.number + 1, ended=True), 0.0)
     assert decode_note(island.note()).wish == "", "nothing is left to train"
+    assert island.ending == OVER
 
 
 def test_an_empty_or_another_location_is_an_error_for_people(hand: Hand) -> None:

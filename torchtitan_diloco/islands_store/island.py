@@ -36,9 +36,9 @@ BEHIND = 1
 COPY_VERSIONS = 8
 """Number of versions after which a newer copy is a smaller download."""
 
-ENDED, LEFT, REJOIN = "ended", "left", "rejoin"
+ENDED, LEFT, REJOIN, OVER = "ended", "left", "rejoin", "over"
 """Why an incarnation of an island is over, in addition to `ENDS`. After REJOIN, its process is to
-be restarted."""
+be restarted. OVER: the run has ended before it had a slot."""
 
 
 class Island:
@@ -167,6 +167,8 @@ class Island:
             else:
                 self._end(REJOIN, "its slot was given to another island: it has to be restarted")
         self.slot = slot
+        if slot is None and decision.ended:
+            self._end(OVER, "")
 
     def _end(self, why: str, line: str) -> None:
         self.ending = self.ending or why
@@ -341,9 +343,8 @@ class Island:
 
     def _wish(self) -> str:
         if self.slot is None:
-            is_over = self.is_leaving or bool(self.ending)
-            is_over |= self.decision is not None and self.decision.ended
-            return JOIN if self._is_near() and not is_over else ""
+            may_join = self._is_near() and not self.is_leaving and not self.ending
+            return JOIN if may_join else ""
         if not self.is_leaving:
             return ""
         is_busy = self.is_training and any(
