@@ -28,7 +28,6 @@ from torchtitan_diloco.islands_store.decision import (
     RUNNING,
     SICK,
     Decision,
-    Fate,
     Seen,
     Slot,
 )
