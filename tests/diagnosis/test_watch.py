@@ -32,7 +32,7 @@ from torchtitan_diloco.diloco.flags import NOT_FINITE
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Action, Report, Vitals
-from torchtitan_diloco.islands import leader
+from torchtitan_diloco.islands import IslandFencedError, leader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.launching import rank as rank_module
@@ -162,6 +162,25 @@ def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
     assert "worker 2 has hung in communication since step 0: of its payload nothing" in printed
     lost = "worker 1 left or did not answer in time (connection closed)"
     assert f"{lost}; worker 1 has sent wrong numbers since step 0" in printed
+
+
+def test_an_error_that_names_its_cause_has_no_hint_about_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = itertools.count(step=2.0)
+    monkeypatch.setattr(watch, "time", mock.Mock(monotonic=lambda: next(clock), time=time.time))
+    outer, diagnosis, _ = watching()
+    busy = {"a": Report(Vitals(0.25, queued=0.2)), "b": Report(Vitals(0.25), flags=NOT_FINITE)}
+    with patch.object(outer.peers.witness, "reports", lambda: busy):
+        for step in range(60):
+            diagnosis.after_step(step)
+    with pytest.raises(WorkerLostError) as lost, diagnosis:
+        raise WorkerLostError([1], "connection closed")
+    with pytest.raises(IslandFencedError) as fenced, diagnosis:
+        raise IslandFencedError("island a ends: it is evicted")
+    assert any("short of CPU cores" in note for note in lost.value.__notes__)
+    (note,) = fenced.value.__notes__
+    assert note.startswith("b has sent wrong numbers")
 
 
 @pytest.mark.parametrize("absent", [STOPPED, HUNG, STUCK])

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from torchtitan_diloco.islands import store_changes
 from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.members import IslandFencedError
 from torchtitan_diloco.islands.store_changes import CHANGE_SECONDS
-from torchtitan_diloco.store import RefusedError, Store
+from torchtitan_diloco.store import RefusedError, Store, open_store
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -63,11 +64,11 @@ def test_a_run_is_changed_while_it_trains(
             (("diloco.overlap.delay", "7"), "delay 7 must be smaller than 7"),
             (("diloco.quantization.codec", "topk"), "give one of"),
             (("diloco.sync_evry", "7"), "did you mean diloco.sync_every?"),
-            (("total_tokens", "1"), "total_tokens 1: the run has merged"),
+            (("total_tokens", "1"), "error: total_tokens = 1: the run has merged"),
             (("islands.slots", "2"), "the run has 3 slots, which cannot be removed"),
             (("quorum", "2"), "is no setting of islands in a store"),
             (("model.dim", "2"), "cannot be changed during a run"),
-            (("diloco.sync_every", "many"), "diloco.sync_every = many: "),
+            (("diloco.sync_every", "many"), "error: diloco.sync_every = many: give a whole number"),
         ):
             assert run(tmp_path, "change", *words) == USER_ERROR
             said = capsys.readouterr().err
@@ -164,6 +165,37 @@ def test_a_login_that_may_not_change_a_run_is_told_who_may(
         assert "only the owner of the run may change it" in said
         assert "stop an island with Ctrl-C or SIGTERM where it runs" in said
         assert said.count("\n") == 1
+
+
+def test_only_an_island_that_was_evicted_is_admitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = WrittenRun()
+    written.rounds(1)
+    written.state.barred = ["c", "d"]
+    written.write(tmp_path / "store")
+    assert run(tmp_path, "change", "admit", "a") == USER_ERROR
+    assert capsys.readouterr().err == (
+        "error: admit a: this island is not evicted; evicted are: c, d\n"
+    )
+    assert not (tmp_path / "store/change").exists()
+
+
+def test_the_login_of_a_site_is_told_who_may_change_a_run_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "store").mkdir()
+    join = tmp_path / "join-b.toml"
+    join.write_text(
+        'location = "s3://islands"\nendpoint = "https://127.0.0.1:1"\naccess_key_id = "b"\n'
+        'secret_access_key = "secret"\nname = "b"\nprefix = "mirror/b/"\n'
+    )
+    store = partial(open_store, tmp_path / "store")
+    monkeypatch.setattr(store_changes, "open_store", lambda _, **options: store(**options))
+    assert main(["change", "slots", "9", "--join", str(join)]) == USER_ERROR
+    said = capsys.readouterr().err
+    assert f"{join}: the login of b may not do this: only the owner of the run may" in said
+    assert said.count("\n") == 1
 
 
 def test_a_run_that_has_not_started_cannot_be_changed(

@@ -98,7 +98,8 @@ def test_the_keys_are_those_of_a_run_with_a_log() -> None:
     assert set(rows(found)[0]) == {
         *("island", "slot", "doing", "for_seconds", "site", "tokens_per_second", "waited", "loss"),
         *("round_trip_seconds", "upload_bytes_per_second", "step", "tokens", "leaving"),
-        *("part_in_rounds", "late_parts", "heard_seconds_ago", "incarnation"),
+        *("part_in_rounds", "late_parts", "left_out", "left_out_reason"),
+        *("heard_seconds_ago", "incarnation"),
     }
     assert set(rows(found, "fragments")[0]) == {
         *("fragment", "version", "merged_seconds_ago", "open", "open_seconds", "waits_for"),
@@ -241,6 +242,48 @@ def test_late_and_refused_parts_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
     assert (stay.late_parts, len(stay.late)) == (1, 1)
     assert 0 <= stay.late[0] - past.began <= SOON
     assert "parts of b: 1 refused" in [text for _, text in past.news]
+
+
+def test_parts_that_are_left_out_and_a_run_that_merges_nothing_are_shown() -> None:
+    """Such as with `fastest` set too low."""
+    run = WrittenRun()
+    run.rounds(2)
+    assert "left out" not in render(seen(run), "store")
+    for _ in range(40):
+        for one in (A, B):
+            run.train(one, sends=False)
+        run.note(A, run.part(0, samples=10**5), step=run.steps[A])
+        run.pass_time(1.0)
+    found = seen(run)
+    first, second = rows(found)
+    assert first["left_out"] == 40
+    assert first["left_out_reason"] == "too long"
+    assert second["left_out"] is None
+    assert doing(found) == {"a": "trains", "b": "trains"}
+    assert str(found["phase"]).startswith("nothing was merged for ")
+    assert str(found["phase"]).endswith(" s, although islands train")
+    assert found["eta_seconds"] is None
+    text = render(found, "store")
+    assert "40: too long" in text
+    assert "ETA" not in text
+    run.rounds(1)
+    merged = seen(run)
+    assert merged["phase"] == "running"
+    assert merged["eta_seconds"] is not None
+    assert rows(merged)[0]["left_out"] == 40
+    assert rows(merged)[0]["left_out_reason"] is None
+
+
+def test_islands_that_have_just_come_have_time_for_a_first_version() -> None:
+    run = WrittenRun()
+    run.rounds(2)
+    run.pass_time(100.0)
+    run.train(A)
+    run.note("b/1111", wish="join")
+    for _ in range(5):
+        run.train(A, sends=False)
+        run.pass_time(0.5)
+    assert seen(run)["phase"] == "running"
 
 
 def test_lanes_and_news_of_a_history() -> None:

@@ -23,6 +23,7 @@ from tests.report.test_page_in_browser import BROWSER, PHONE, measure
 from torchtitan_diloco.base.user import USER_ERROR, UserError
 from torchtitan_diloco.islands.config import run_of
 from torchtitan_diloco.islands.page_server import PageServer, html_page
+from torchtitan_diloco.islands.store_overview import View, overview
 from torchtitan_diloco.islands.store_page import StorePages, serve_page
 from torchtitan_diloco.islands_store import history
 from torchtitan_diloco.report import page as report
@@ -130,6 +131,12 @@ def test_a_page_waits_for_its_run(tmp_path: Path) -> None:
         run.rounds(1)
         run.write(folder)
         wait_until(lambda: shows(page.url, "trains"), "the run")
+
+
+def test_the_page_of_an_empty_location_says_that_there_is_no_run() -> None:
+    text = html_page(overview(View()), [], [], at=0.0)
+    assert "<title>no run yet</title>" in text
+    assert "<h1>no run yet</h1>\n<p>nothing has been written yet; " in text
 
 
 @contextmanager

@@ -163,3 +163,20 @@ def test_changes_that_cannot_be_are_refused() -> None:
     assert setting_of("islands.grace_seconds") == "grace"
     assert change_of(SETTINGS, "total_tokens", "1e9").key == "total_tokens"
     change_of(SETTINGS, "diloco.overlap.mixing_end", "none")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("diloco.sync_every", "banana", "give a whole number"),
+        ("diloco.sync_every", "1:2", "give a whole number"),
+        ("diloco.sync_every", "-1", "give a whole number >= 1"),
+        ("diloco.outer_optimizer.lr", "none", "give a number"),
+        ("diloco.overlap.mixing_end", "banana", "give a number or none"),
+        ("diloco.overlap.delay", "99", "delay 99 must be smaller than 20"),
+    ],
+)
+def test_an_impossible_value_is_named_once(key: str, value: str, says: str) -> None:
+    with pytest.raises(UserError) as raised:
+        change_of(SETTINGS, key, value)
+    assert str(raised.value) == f"{key} = {value}: {says}"

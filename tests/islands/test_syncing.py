@@ -21,7 +21,7 @@ from tests.islands.by_hand import HandIsland, newest, open_run, syncer, train
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands import syncing
 from torchtitan_diloco.islands.runs import Decisions
-from torchtitan_diloco.islands.scratch import lock_folder
+from torchtitan_diloco.islands.scratch import folder_of, lock_folder
 from torchtitan_diloco.islands.syncing import SyncerProcess
 from torchtitan_diloco.islands.tasks import FragmentTasks
 from torchtitan_diloco.islands_store.jobs import Load
@@ -80,6 +80,11 @@ def test_a_run_ends_although_its_syncer_is_killed(tmp_path: Path) -> None:
             train(pair, 1000, TOKENS)
             assert [one.machine.ending for one in pair] == ["ended", "ended"]
             assert process.wait(PATIENCE) == 0
+            assert process.stdout is not None
+            lines = process.stdout.read().splitlines()
+            assert lines[-1] == f"the run in {store} has ended, and all islands have read it"
+        (files,) = (tmp_path / "scratch").iterdir()
+        assert [path.name for path in files.iterdir()] == ["lock"]
         after = newest(store)
         assert after.ended
         assert after.stopped
@@ -245,6 +250,15 @@ def test_a_damaged_copy_is_an_error_with_a_remedy(tmp_path: Path) -> None:
         syncer(store, tmp_path / "other"),
     ):
         wait_for(lambda: not any(one.name.startswith("syncer") for one in threading.enumerate()))
+
+
+def test_a_folder_has_the_same_files_by_all_its_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = {folder_of(tmp_path, path) for path in ("run", "./run/", f"{tmp_path}/run")}
+    assert len(paths) == 1
+    assert paths.isdisjoint({folder_of(tmp_path, "other"), folder_of(tmp_path, "s3://run")})
 
 
 def test_one_folder_has_one_syncer(tmp_path: Path) -> None:

@@ -233,9 +233,16 @@ def test_a_copy_takes_the_place_of_an_update_that_is_missing(hand: Hand) -> None
     shared.copies.append(msgspec.structs.replace(shared.copies[-1], version=1, number=3))
     [copy] = island.wanted()
     assert copy == Object(COPY, 3, 0, 1)
+    shared.version = 2
+    shared.kept.append(Kept(2, checksum(2), 4))
+    shared.copies.append(msgspec.structs.replace(shared.copies[-1], version=2, number=5))
+    [newer] = island.wanted()
+    assert newer == Object(COPY, 5, 0, 2)
+    island.on_missing(newer)
+    assert island.wanted() == [copy, Object(VERSION, 4, 0, 2)], "the older copy is as good"
     island.on_held(copy, hand.now)
     assert island.boundary(hand.now).applies[0].source == copy
-    assert island.wanted() == []
+    assert island.wanted() == [Object(VERSION, 4, 0, 2)]
 
 
 @pytest.mark.parametrize("what", ["run", "version", "checksum", "ledger", "slots"])

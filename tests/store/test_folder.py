@@ -248,8 +248,9 @@ def test_two_that_open_a_new_folder_agree_on_its_marker(tmp_path: Path) -> None:
 def test_a_folder_is_made_only_in_one_that_is_there(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"/typo does not exist or cannot be written"):
         open_store(tmp_path / "typo" / "run")
-    with pytest.raises(RefusedError, match=r"/run does not exist or cannot be written"):
+    with pytest.raises(RefusedError) as raised:
         open_store(tmp_path / "run", writes=None)
+    assert str(raised.value).startswith(f"{tmp_path}/run does not exist or cannot be written; ")
     open_store(tmp_path / "run")
     assert open_store(tmp_path / "run", writes=None).list("") == []
 

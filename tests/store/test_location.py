@@ -8,7 +8,7 @@ from hypothesis import strategies as some
 
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.store import StoreError, open_store
-from torchtitan_diloco.store.location import check_location
+from torchtitan_diloco.store.location import OWN_BUCKET, check_location
 from torchtitan_diloco.store.names import MOST_CHARACTERS, check_name, check_prefix
 
 
@@ -36,6 +36,21 @@ def test_a_check_of_a_location_creates_nothing(tmp_path: Path) -> None:
     check_location(str(tmp_path / "run"))
     check_location("s3://bucket/run")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_a_served_bucket_is_no_store(tmp_path: Path) -> None:
+    """Nobody would read what is written there, beside the objects of its server."""
+    check_location(str(tmp_path))
+    for name in OWN_BUCKET:
+        (tmp_path / name).touch()
+    for call in (check_location, open_store, lambda folder: open_store(folder, writes=None)):
+        with pytest.raises(UserError) as raised:
+            call(str(tmp_path))
+        assert str(raised.value) == (
+            f"{tmp_path}: it is the folder of a bucket that `islands serve` serves; give "
+            f"{tmp_path}/join-owner.toml"
+        )
+    assert {path.name for path in tmp_path.iterdir()} == {*OWN_BUCKET}
 
 
 @given(some.one_of(some.text(max_size=40), some.text("a./-\n", max_size=8)))

@@ -12,6 +12,7 @@ from typing import IO, Self
 from torchtitan_diloco.base.hardware import GLOO_INTERFACE, write_whole
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.process import STACKS_SIGNAL
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.records import VerdictRecord
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config.schema import format_value
@@ -122,9 +123,14 @@ class Diagnosis:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Add the standing verdicts to an error, which launchers and their logs show."""
-        if error is not None:
-            for verdict in self._judge.verdicts.values():
+        """Add the standing verdicts to an error, which launchers and their logs show.
+
+        An error for users names its cause, which is not a lack of cores.
+        """
+        if error is None:
+            return
+        for verdict in self._judge.verdicts.values():
+            if verdict.cause.kind is not Kind.LOAD or not isinstance(error, UserError):
                 error.add_note(str(verdict))
 
     def _check_that_it_fits(self, reports: Mapping[str, Report], peers: Peers) -> None:

@@ -56,6 +56,8 @@ class Past:
     """When the run was founded."""
     ended: float | None = None
     """When the run has ended."""
+    led: float = 0.0
+    """When the run began to train, or a later syncer took over."""
     stays: list[Stay] = field(default_factory=list)
     """In the order in which islands joined."""
     news: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MOST_NEWS))
@@ -145,6 +147,8 @@ class _Reader:
             case EventKind.BACK if stay is not None:
                 stay.spans.append([at, at])
                 self._away.discard(event.who)
+            case EventKind.LED | EventKind.BEGUN:
+                past.led = at
             case EventKind.ENDED:
                 past.ended = at
 
@@ -186,6 +190,8 @@ def _summed(bins: Sequence[Bin]) -> dict[str, Sums]:
         for name, sums in one.islands.items():
             known = total.setdefault(name, Sums())
             known.parts += sums.parts
+            known.refused += sums.refused
+            known.lost += sums.lost
             known.loss += sums.loss
             known.with_loss += sums.with_loss
     return total

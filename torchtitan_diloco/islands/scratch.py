@@ -7,8 +7,10 @@ longer used are written again, because fresh pages cost more than the arithmetic
 """
 
 import fcntl
+import hashlib
 import itertools
 import os
+import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,6 +35,7 @@ from torchtitan_diloco.islands_store.fields import MalformedError
 ALIGNMENT = 64
 SPARE = "spare"
 SESSION = "session"
+LOCK = "lock"
 ZEROS = bytes(2**20)
 
 
@@ -177,12 +180,28 @@ class Scratch:
                 path.unlink()
 
 
+def folder_of(scratch: Path, location: str) -> Path:
+    """Return the folder of a run in the folder of all files of syncers."""
+    if "://" not in location:
+        location = str(Path(location).expanduser().resolve())
+    return scratch / hashlib.sha256(location.encode()).hexdigest()[:16]
+
+
+def remove_files(folder: Path) -> None:
+    """Delete the files of a run that has ended, except the lock, which this process holds."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+
+
 def lock_folder(folder: Path) -> int:
     """Lock a folder for this process, and return the open file. Raise a UserError if another
     syncer on this machine uses it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise UserError(_unusable(folder, error)) from error
     try:

@@ -14,8 +14,9 @@ from functools import partial
 import msgspec
 
 from torchtitan_diloco.base.user import UserError, command_line
+from torchtitan_diloco.islands.config import site_of
 from torchtitan_diloco.islands.runs import Decisions, Run
-from torchtitan_diloco.islands.store_settings import change_of, setting_of
+from torchtitan_diloco.islands.store_settings import change_of, reason_of, setting_of
 from torchtitan_diloco.islands_store import changes as rules
 from torchtitan_diloco.islands_store.changes import Admit, Change, Evict, Leave
 from torchtitan_diloco.islands_store.commit import CallFailedError
@@ -27,6 +28,10 @@ from torchtitan_diloco.store import RefusedError, open_store
 SHORT = {"slots": "islands.slots"}
 ADMIT = "admit"
 """In place of a key: admit an island that was evicted."""
+ONLY_OWNER = (
+    "only the owner of the run may change it, or ask islands to leave; use the owner's join file, "
+    "or stop an island with Ctrl-C or SIGTERM where it runs: it sends its work and leaves"
+)
 CHANGE_SECONDS, LEAVE_SECONDS, PATIENCE = 30.0, 60.0, 5.0
 LOOK_SECONDS = 0.1
 Say = Callable[[str], object]
@@ -36,9 +41,7 @@ say = partial(print, flush=True)
 def change(location: str, key: str, value: str) -> None:
     """Change a setting of a run, and wait until a decision has it."""
     if key == ADMIT:
-        with _open(location) as requests:
-            requests.make(Admit(value))
-        say(f"island {value} may take a slot again")
+        admit(location, value)
         return
     known = SHORT.get(key, key)
     name = setting_of(known)
@@ -49,11 +52,23 @@ def change(location: str, key: str, value: str) -> None:
         try:
             after = requests.make(wanted).settings
         except MalformedError as error:
-            reason = str(error).removeprefix(f"{name} = {value}: ")
-            raise UserError(f"{key} = {value}: {reason}") from None
+            raise UserError(f"{key} = {value}: {reason_of(error, wanted)}") from None
         say(f"the run continues with {known} = {getattr(after, name)} (before: {before})")
         if decision.ended:
             say("start its islands again, and its syncer, if that has ended with the run")
+
+
+def admit(location: str, name: str) -> None:
+    """Let an island that was evicted take a slot again."""
+    with _open(location) as requests:
+        barred = requests.decision.barred
+        if name not in barred:
+            raise UserError(
+                f"{ADMIT} {name}: this island is not evicted; evicted are: "
+                f"{', '.join(barred) or 'none'}"
+            )
+        requests.make(Admit(name))
+        say(f"island {name} may take a slot again")
 
 
 def leave(location: str, name: str) -> None:
@@ -99,6 +114,8 @@ class Requests:
         """Time at which a decision was last new."""
         newest = self._decisions.next()
         if newest is None or not newest.is_founded:
+            if site := site_of(location):
+                raise UserError(f"{location}: the login of {site} may not do this: {ONLY_OWNER}")
             raise UserError(
                 f"{run.location}: the run has not started: set this on the islands instead"
             )
@@ -130,11 +147,7 @@ class Requests:
         try:
             self._run.brief.create(object_name, raw)
         except RefusedError as error:
-            raise UserError(
-                f"{error}: only the owner of the run may change it, or ask islands to leave; use "
-                "the owner's join file, or stop an island with Ctrl-C or SIGTERM where it runs: it "
-                "sends its work and leaves"
-            ) from None
+            raise UserError(f"{error}: {ONLY_OWNER}") from None
         end = time.monotonic() + CHANGE_SECONDS
         while object_name not in self.decision.done:
             if time.monotonic() > end:

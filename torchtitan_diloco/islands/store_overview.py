@@ -31,11 +31,16 @@ from torchtitan_diloco.islands_store.decision import (
     Seen,
     Slot,
 )
+from torchtitan_diloco.islands_store.history import Sums
 from torchtitan_diloco.islands_store.names import name_of
 from torchtitan_diloco.islands_store.note import Gauges, Note, Part
 
 STALE_SECONDS = 5.0
 """Seconds after which a new decision is missing: there is one each second."""
+QUIET_SECONDS, QUIET_CYCLES = 30.0, 3.0
+"""Minimum seconds, and number of cycles of H steps and a grace period, after which a new version is
+missing although islands train."""
+RUNNING_PHASE = "running"
 REFUSED = {
     RUNNING: "refused: another process has its name",
     REPLACED: "refused: another process has taken its place",
@@ -126,7 +131,7 @@ def _phase(view: View) -> str:
         return f"waits for islands: {there} of {needed} are there"
     if all(seen is None or is_silent(seen) for seen in decision.seen):
         return "no island is connected"
-    return "running"
+    return RUNNING_PHASE
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,7 @@ class _Moment:
             "leaving": doing == "leaves",
             "part_in_rounds": self._share(name_of(slot.owner)),
             "late_parts": self.view.past.late_parts[name_of(slot.owner)],
+            **self._left_out(slot),
             "heard_seconds_ago": round(seen.heard + self.view.still, 1),
         }
 
@@ -188,6 +194,8 @@ class _Moment:
             "leaving": False,
             "part_in_rounds": None,
             "late_parts": None,
+            "left_out": None,
+            "left_out_reason": None,
             "heard_seconds_ago": None,
             "incarnation": incarnation,
         }
@@ -224,6 +232,15 @@ class _Moment:
         last = self.view.past.last
         most = max((sums.parts for sums in last.values()), default=0)
         return last[name].parts / most if most and name in last else None
+
+    def _left_out(self, slot: Slot) -> dict[str, Any]:
+        """Return how many parts of an owner were left out lately, and why the last one was if no
+        later part was merged."""
+        assert slot.owner is not None
+        last = self.view.past.last.get(name_of(slot.owner), Sums())
+        count = last.refused + last.lost
+        reason = next((one.fate.words for one in slot.ledgers if one.fate.is_left_out), None)
+        return {"left_out": count or None, "left_out_reason": reason if count else None}
 
     # --- rounds and samples -----------------------------------------------------------------------
 
@@ -289,19 +306,40 @@ class _Moment:
         rate = sum(row["tokens_per_second"] or 0 for row in trains)
         validated = [*self.view.past.losses, *self._validated()]
         loss = max(validated, default=None)
+        phase = _phase(self.view)
+        if phase == RUNNING_PHASE and (quiet := self._quiet_seconds(islands)):
+            phase = f"nothing was merged for {quiet:.0f} s, although islands train"
+        moves = bool(rate) and phase == RUNNING_PHASE
         kept = sum(slot["merged"] for slot in slots)
         read = kept + sum(slot["lost"] + slot["read_twice"] for slot in slots)
         return {
+            "phase": phase,
             "total_tokens": total,
             "tokens_merged": merged,
             "tokens_per_second": rate,
-            "eta_seconds": max(0, total - merged) / rate if rate and not decision.ended else None,
+            "eta_seconds": max(0, total - merged) / rate if moves else None,
             "last_merged": self._last_merged(),
             "loss": None if loss is None else loss[1],
             "loss_at_tokens": None if loss is None else loss[0],
             "verdicts": self._verdicts(),
             "kept_samples": kept / read if read else None,
         }
+
+    def _quiet_seconds(self, islands: list[dict[str, Any]]) -> float | None:
+        """Return for how many seconds nothing was merged although islands train, or None if a new
+        version is not late."""
+        decision, past = self.decision, self.view.past
+        trains = {row["island"] for row in islands if row["doing"] == "trains"}
+        if not trains:
+            return None
+        began = [stay.spans[-1][0] for stay in past.stays if stay.name in trains and not stay.ended]
+        waited = decision.written + self.view.still - max(past.led, min(began, default=0.0))
+        last = self._last_merged()
+        seconds = waited if last is None else min(waited, last["seconds_ago"])
+        usual = [seen.step_seconds for seen in decision.seen if seen is not None]
+        step = min((one for one in usual if one), default=0.0)
+        cycle = decision.settings.sync_every * step + decision.settings.grace
+        return seconds if seconds > max(QUIET_SECONDS, QUIET_CYCLES * cycle) else None
 
     def _validated(self) -> list[tuple[int, float]]:
         """Return the losses of the shared model in the notes, which the history has later."""

@@ -3,6 +3,7 @@
 (The name of this file is temporary: it becomes `changes.py` when the changes in a log go.)
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -62,8 +63,26 @@ def change_of(settings: Settings, key: str, value: str) -> Set:
     try:
         changes.changed(settings, change)
     except ValueError as error:
-        raise UserError(f"{key} = {value}: {error}") from error
+        raise UserError(f"{key} = {value}: {reason_of(error, change)}") from error
     return change
+
+
+def reason_of(error: ValueError, change: Set) -> str:
+    """Return why a change of a setting is not possible, without the setting and its value."""
+    reason = re.sub(rf"^{change.key} (= {re.escape(change.value)}|\d+): ", "", str(error))
+    expected = _EXPECTED.match(reason)
+    if expected is None:
+        return reason
+    return (
+        f"give {_KINDS[expected['kind']]}{' or none' * bool(expected['null'])}{expected['bound']}"
+    )
+
+
+_EXPECTED = re.compile(
+    r"Expected `(?P<kind>int|float)(?P<null> \| null)?`(?P<bound>( [<>]=? [0-9.e+-]+)?)"
+)
+"""What msgspec says of a value of another type, or out of bounds."""
+_KINDS = {"int": "a whole number", "float": "a number"}
 
 
 def of_diloco(config: DiLoCoConfig) -> dict[str, Any]:

@@ -15,7 +15,6 @@ during a call of the store or arithmetic. What belongs to one time of leading is
 results of an earlier one are dropped with it.
 """
 
-import hashlib
 import secrets
 import signal
 import threading
@@ -30,7 +29,13 @@ from torchtitan_diloco.base.process import STOP_SIGNALS
 from torchtitan_diloco.islands.config import check_may_decide
 from torchtitan_diloco.islands.lanes import Lanes
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.islands.scratch import lock_folder, read_session, write_session
+from torchtitan_diloco.islands.scratch import (
+    folder_of,
+    lock_folder,
+    read_session,
+    remove_files,
+    write_session,
+)
 from torchtitan_diloco.islands.tasks import FragmentTasks, OverError, Result, TransferTasks
 from torchtitan_diloco.islands.waiting import Waiting
 from torchtitan_diloco.islands_store.commit import CallFailedError, Outcome, StandBy, commit
@@ -111,12 +116,13 @@ class SyncerProcess:
         """Publish what is being merged, and end. Any thread may call this."""
         self._stopping.set()
 
-    def run(self) -> None:
-        """Stand by and lead until the end. Raise an error for users if that is impossible."""
+    def run(self) -> bool:
+        """Stand by and lead until the run has ended and all islands have read it, and return True,
+        or return False after `stop`. Raise an error for users if that is impossible."""
         while not self._stopping.is_set():
             decision = self._stand_by()
             if self._stopping.is_set():
-                return
+                break
             session = secrets.token_hex(8)
             write_session(self._scratch, session)
             term = Term(
@@ -130,8 +136,9 @@ class SyncerProcess:
                 say=self._say,
             )
             if term.lead():
-                return
+                return not self._stopping.is_set()
             self._say("another syncer decides: standing by")
+        return False
 
     def _stand_by(self) -> Decision | None:
         """Wait until no other syncer leads, and return the newest decision."""
@@ -438,7 +445,7 @@ def sync(
 ) -> None:
     """Run a syncer in this process, until a signal or the end of the run."""
     check_may_decide(location)
-    folder = scratch / hashlib.sha256(location.encode()).hexdigest()[:16]
+    folder = folder_of(scratch, location)
     lock_folder(folder)  # until the process ends
     run = Run(Waiting("the syncer").open(location, writes=""))
     process = SyncerProcess(run, folder, threads=threads, stays=stays, say=say)
@@ -453,6 +460,24 @@ def sync(
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, stop)
     try:
-        process.run()
+        if process.run():
+            _finish(run, folder, say)
     finally:
         run.close()
+
+
+def _finish(run: Run, folder: Path, say: Callable[[str], None]) -> None:
+    """Say that the run has ended, and delete its files unless they are newer than the objects."""
+    say(f"the run in {run.location} has ended, and all islands have read it")
+    try:
+        decision = run.newest()
+    except (AwayError, CallFailedError):
+        return  # kept for a syncer that goes on with the run
+    if decision is not None and all(
+        shared.outer is not None and shared.outer.version == shared.version
+        for shared in decision.fragments
+    ):
+        try:
+            remove_files(folder)
+        except OSError as error:
+            say(f"{folder}: {error.strerror}: nobody needs it any more, delete it")

@@ -19,7 +19,7 @@ FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "waited": ("waited", "{:.0%}".format),
 }
 """Heading and format of the columns that are not shown unchanged."""
-HIDDEN = {"for_seconds", "incarnation", "tokens", "caught_up", "leaving"}
+HIDDEN = {"for_seconds", "left_out_reason", "incarnation", "tokens", "caught_up", "leaving"}
 """Keys for programs, which users see elsewhere."""
 
 
@@ -58,6 +58,8 @@ def _cell(name: str, row: dict[str, Any]) -> str:
     value = row.get(name)
     if name == "doing" and row["for_seconds"] is not None:
         return f"{value} for {clock(row['for_seconds'])}"
+    if name == "left_out" and row["left_out_reason"] is not None:
+        return f"{value:,}: {row['left_out_reason']}"
     match value:
         case None | []:
             return "-"

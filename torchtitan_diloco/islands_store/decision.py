@@ -64,6 +64,11 @@ class Fate(IntEnum):
         return self in (Fate.NOT_FINITE, Fate.OUTLIER)
 
     @property
+    def is_left_out(self) -> bool:
+        """Whether the work of the part is not in the shared model."""
+        return self not in (Fate.NONE, Fate.MERGED, Fate.LOSS)
+
+    @property
     def words(self) -> str:
         return self.name.lower().replace("_", " ")
 

@@ -97,7 +97,7 @@ class OwnFragment:
     copy: Object | None = None
     """Copy, downloaded but not applied."""
     missing: set[Object] = field(default_factory=set)
-    """Updates that the store does not have, or not yet."""
+    """Updates and copies that the store does not have, or not yet."""
     sent: Outstanding | None = None
     turn: int = 0
     """Step of this island at which it sends next."""
@@ -154,9 +154,9 @@ class OwnFragment:
         found = list[Object]()
         needed = [updates.get(version) for version in range(held + 1, shared.version + 1)]
         if held < 0 or any(update is None or update in self.missing for update in needed):
-            copy = shared.copies[-1]
+            copy = self._newest_copy()
             if copy.version > held:
-                found.append(Object(COPY, copy.number, self.number, copy.version))
+                found.append(copy)
                 held = copy.version
         for version in range(held + 1, shared.version + 1):
             if version not in updates:
@@ -164,6 +164,12 @@ class OwnFragment:
             if version not in self.updates:
                 found.append(updates[version])
         return found
+
+    def _newest_copy(self) -> Object:
+        """Return the newest copy that is not missing. With the updates since, the older one of two
+        is as good."""
+        copies = [Object(COPY, one.number, self.number, one.version) for one in self.shared.copies]
+        return next((copy for copy in reversed(copies) if copy not in self.missing), copies[-1])
 
     def on_held(self, stored: Object, now: float) -> None:
         if stored.kind == COPY:

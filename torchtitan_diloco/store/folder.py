@@ -56,10 +56,10 @@ class Folder(Backend):
         except FileExistsError:
             raise RefusedError(f"{path}: it is a file; give a folder, or a join file") from None
         except FileNotFoundError:
-            missing = self.path.parent if make else self.path
+            missing = f"{path}: {self.path.parent}" if make else str(path)
             raise RefusedError(
-                f"{path}: {missing} does not exist or cannot be written; check "
-                "the path, and that its file system is mounted"
+                f"{missing} does not exist or cannot be written; check the path, and that its file "
+                "system is mounted"
             ) from None
         except OSError as error:
             raise RefusedError(f"{path}: {error.strerror}; give another folder") from error

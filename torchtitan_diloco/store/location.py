@@ -11,6 +11,9 @@ from torchtitan_diloco.store.store import PATIENCE_SECONDS, Backend, Store
 BUCKETS = ("s3", "gs", "az")
 JOIN_FILE = ".toml"
 """Suffix of the name of a join file."""
+OWN_BUCKET = ("join-owner.toml", "identities.json")
+"""Files in the folder of a bucket of one's own, whose objects only its server may write. The first
+one is the join file of its owner."""
 KINDS = "a folder, a join file, s3://, gs:// or az://"
 
 
@@ -80,6 +83,11 @@ def _parse(location: str) -> Path | JoinFile | str:
     if not location:
         raise RefusedError(f"the location of a store is empty; give {KINDS}")
     path = Path(location).expanduser()
+    if all((path / name).is_file() for name in OWN_BUCKET):
+        raise RefusedError(
+            f"{location}: it is the folder of a bucket that `islands serve` serves; give "
+            f"{path / OWN_BUCKET[0]}"
+        )
     return read_join_file(path) if path.is_file() else path
 
 
