@@ -108,7 +108,7 @@ def _other_settings() -> tuple[dict[str, str], list[int]]:
         chosen = config(2, mixing=0.25 if differs == "diloco.overlap.mixing" else 0.5)
         with pytest.MonkeyPatch.context() as patch:
             if differs.startswith("device"):
-                patch.setattr(peers, "pick_state_device", lambda *_: GPU)
+                patch.setattr(peers, "pick_state_device", lambda *_, **__: GPU)
                 patch.setattr(arithmetic, "compute", lambda *_: {})
             steps = 7 if differs == "total_steps" else 0
             found[kind] = refusal(model, group, chosen, total_steps=steps)
