@@ -284,21 +284,20 @@ class Term:
             self._say(line)
         for job in jobs:
             self._begin(job)
+        if self._stopping.is_set() and self._stop_at is None:
+            self._stop_at = began + STOP_SECONDS
+            self._say("is stopped: publishes what is merged, and ends")
         if self.machine.has_stopped:
             self._over.set()
             return
-        if self._stopping.is_set():
-            if self._stop_at is None:
-                self._stop_at = began + STOP_SECONDS
-                self._say("is stopped: publishes what is merged, and ends")
-            if began > self._stop_at:
-                self._say(
-                    f"ends without publishing what is being merged: {self._run.location} has "
-                    f"accepted no decision for {STOP_SECONDS:g} s. The next syncer merges it again"
-                )
-                self._over.set()
-                self._run.close()  # transfers would go on trying
-                return
+        if self._stop_at is not None and began > self._stop_at:
+            self._say(
+                f"ends without publishing what is being merged: {self._run.location} has "
+                f"accepted no decision for {STOP_SECONDS:g} s. The next syncer merges it again"
+            )
+            self._over.set()
+            self._run.close()  # transfers would go on trying
+            return
         self._happened.wait(max(TICK, BUSY * (time.monotonic() - began)))
         self._happened.clear()
 
