@@ -99,7 +99,8 @@ def check_ledgers(before: Decision, after: Decision) -> None:
         assert new.version - old.version in (0, 1)
         decided = 0
         for old_slot, new_slot in zip(before.slots, after.slots, strict=False):
-            was, now = old_slot.ledgers[fragment], new_slot.ledgers[fragment]
+            was = old_slot.ledgers[fragment]
+            now = new_slot.ledgers[fragment]
             assert now.taken >= was.taken
             assert now.lost >= was.lost
             assert now.number - was.number in (0, 1), "an island has one part undecided"
@@ -114,7 +115,8 @@ def audited(location: Path) -> Iterator[Audit]:
     """Collect the objects of a run in a thread."""
     store = open_store(str(location))
     run = Run(store)
-    audit, is_over = Audit(run), threading.Event()
+    audit = Audit(run)
+    is_over = threading.Event()
     errors = list[BaseException]()
 
     def body() -> None:

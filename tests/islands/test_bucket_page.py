@@ -1,4 +1,4 @@
-"""What people see of a run in a bucket of one's own, with a real SeaweedFS."""
+"""Show people a run in a bucket of one's own, with a real SeaweedFS."""
 
 import base64
 import ssl

@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.islands.by_hand import newest
+from tests.islands.test_syncing import wait_for
 from torchtitan_diloco.islands.children import Child
 
 PATIENCE = 150.0
@@ -53,13 +53,6 @@ def local_islands(folder: Path) -> Iterator["subprocess.Popen[str]"]:
     finally:
         process.kill()
         process.communicate()
-
-
-def wait_for(is_true: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not is_true():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def syncers(process: "subprocess.Popen[str]") -> list[int]:

@@ -1,4 +1,4 @@
-"""What people see of a run in a store: what it says of any decision, notes and history."""
+"""Show people a run in a store: any decision, notes and history."""
 
 import json
 import signal

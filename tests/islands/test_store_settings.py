@@ -26,7 +26,7 @@ SETTINGS = Settings(
 
 
 def test_islands_follow_changes_of_all_kinds_with_equal_bits(tmp_path: Path) -> None:
-    """Of H, tau, alpha, the format there and back, the outer learning rate and the length."""
+    """Change H, tau, alpha, the format there and back, the outer learning rate and the length."""
     store = tmp_path / "store"
     chosen = config(8, delay=1)
     codecs = ("fp4_e3m0", "fp32", "fp4_e3m0")
@@ -47,7 +47,7 @@ def test_islands_follow_changes_of_all_kinds_with_equal_bits(tmp_path: Path) -> 
     sent = list[tuple[int, str]]()
     checksums: list[dict[tuple[int, int], str]] = [{}, {}]
     formats = list[str]()
-    """Of the parts of fragment 0 of the first island."""
+    """Formats of the parts of fragment 0 of the first island."""
 
     def watch(one: Trainee, found: dict[tuple[int, int], str]) -> Callable[[int], None]:
         def look(_: int) -> None:

@@ -1,4 +1,4 @@
-"""What islands in a store know of each other: reports, verdicts and actions."""
+"""Islands in a store know reports, verdicts and actions of each other."""
 
 import time
 from collections.abc import Sequence

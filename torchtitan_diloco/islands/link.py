@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -397,8 +398,9 @@ class Link:
                 content = memory_of(payload)
                 size = len(content)
                 with self.transfers.upload(part.fragment, size):
-                    while not self._try(lambda: self.run.large.create(name, content, resume=True)):  # noqa: B023
-                        self._sleep(AGAIN_SECONDS)
+                    create = partial(self.run.large.create, name, content, resume=True)
+                while not self._try(create):
+                    self._sleep(AGAIN_SECONDS)
             with self._changed:
                 now = time.monotonic()
                 self.machine.on_stored(part, size, now, is_finite=payload is not None)
