@@ -2,13 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,26 +15,18 @@ from tests.islands.by_hand import newest, open_run, syncer
 from tests.islands.test_one_job import Versions, one_job
 from tests.islands.test_syncing import wait_for
 from tests.islands.trainees import SAMPLES, TOKENS, Trainee, trained
-from tests.islands_store.desk import A
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.user import PeersLostError, UserError
 from torchtitan_diloco.diloco import Beginning, Quantization, StreamingDiLoCo
-from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.state_dict import SHARED, SavedState
 from torchtitan_diloco.islands import store_peers
 from torchtitan_diloco.islands.config import Islands
-from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.founding import JobCheckpoint
 from torchtitan_diloco.islands.layout import hexadecimal
-from torchtitan_diloco.islands.link import Claim, Link
 from torchtitan_diloco.islands.members import IslandFencedError
-from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.seat import Seat
 from torchtitan_diloco.islands.store_peers import StorePeers
-from torchtitan_diloco.islands_store.fragment import Boundary, Send
-from torchtitan_diloco.islands_store.island import Island
-from torchtitan_diloco.islands_store.names import VERSION, Object
-from torchtitan_diloco.islands_store.note import JOIN, Part
+from torchtitan_diloco.islands_store.note import JOIN
 from torchtitan_diloco.store import AwayError
 
 
@@ -210,34 +199,6 @@ def test_steps_before_a_join_are_refused(tmp_path: Path) -> None:
     one.outer.close()
 
 
-def test_a_version_of_others_waits_for_the_buffer_of_a_slow_upload(tmp_path: Path) -> None:
-    """It leaves the delta as it was taken, and is applied once the delta is encoded."""
-    store = tmp_path / "store"
-    chosen = config(0, delay=1)
-    total = 80 * 2 * TOKENS
-    slow, fast = (
-        Trainee(store, name, chosen, total_tokens=total, step_seconds=0.02) for name in "ab"
-    )
-    encode = slow.peers._encode
-    seen = list[tuple[int, int]]()  # version of a part's base, and the newest one afterwards
-
-    def encode_late(part: Part, round_: Round) -> None:
-        state = slow.peers.states[part.fragment]
-        taken = state.delta.clone()
-        if part.number in (2, 4):
-            time.sleep(2.5)  # rounds close after a second
-        assert torch.equal(state.delta, taken)
-        seen.append((part.base, slow.peers.machine.fragments[0].shared.version))
-        encode(part, round_)
-
-    slow.peers._encode = encode_late  # type: ignore[method-assign]
-    with syncer(store, tmp_path / "scratch"), trained(slow, fast):
-        pass
-    same(slow, fast)
-    assert any(newest_version > base for base, newest_version in seen), "others were merged"
-    assert not any(ledger.lost for slot in newest(store).slots for ledger in slot.ledgers)
-
-
 def test_an_island_that_saves_for_long_keeps_its_slot(tmp_path: Path) -> None:
     """Its notes go on meanwhile, and another island waits for the slot until it leaves."""
     store = tmp_path / "store"
@@ -324,36 +285,6 @@ def test_wrong_bits_of_a_copy_are_found_when_the_next_one_is_applied(tmp_path: P
     assert any("its copy has wrong bits" in line for line in news)
 
 
-def test_a_download_is_dropped_if_its_base_was_reset_meanwhile(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    total = 60 * 2 * TOKENS
-    first, second = (Trainee(store, name, config(8), total_tokens=total) for name in "ab")
-    prepare = first.peers._copies.prepare
-    calls = count(1)
-    seen = list[bool]()
-
-    def reset_meanwhile(
-        fragment: int, content: bytearray, is_claimed: Callable[[], bool]
-    ) -> str | None:
-        checksum = prepare(fragment, content, is_claimed)
-        if next(calls) == 9:
-            link = first.peers._link
-            assert link is not None
-            own = link.machine.fragments[fragment]
-            with link._changed:
-                link.machine.on_checksum(fragment, own.applied, "0" * 16)
-                seen.append(own.is_wrong)
-        return checksum
-
-    first.peers._copies.prepare = reset_meanwhile  # type: ignore[method-assign]
-    with syncer(store, tmp_path / "scratch"), trained(first, second):
-        pass
-    same(first, second)
-    assert seen == [True]
-    slots = newest(store).slots
-    assert any(ledger.lost for slot in slots for ledger in slot.ledgers)
-
-
 def test_an_island_leaves_although_no_syncer_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -370,35 +301,6 @@ def test_an_island_leaves_although_no_syncer_decides(
     only.stop.set()
     only.finish()
     assert "leaves without its last parts: no syncer has decided for" in caplog.text
-
-
-def test_a_download_that_fails_while_a_send_waits_for_its_buffer_is_an_error() -> None:
-    stored = Object(VERSION, 1, 0, 1)
-    part = Part(fragment=0, number=1, base=0, checksum="0", start=0, end=1)
-
-    def fail(_: int, __: bytearray, is_claimed: Callable[[], bool]) -> str | None:
-        while not is_claimed():
-            time.sleep(0.01)
-        raise ValueError("the device is lost")
-
-    machine = SimpleNamespace(
-        incarnation=A,
-        news=[],
-        wanted=lambda: [stored],
-        boundary=lambda _: Boundary(0, sends=[Send(part)], is_training=True),
-    )
-    large = SimpleNamespace(get=lambda *_: bytearray(10))
-    copies = SimpleNamespace(values=lambda _: 1, prepare=fail)
-    link = Link(
-        cast("Run", SimpleNamespace(large=large)),
-        cast("Island", machine),
-        cast("SharedCopies", copies),
-        ["0"],
-    )
-    threading.Thread(target=link._guard, args=(link._download,), daemon=True).start()
-    wait_for(lambda: link._claims[0] is Claim.PREPARING)
-    with pytest.raises(ValueError, match="the device is lost"):
-        link.decide()
 
 
 # --- custom loops ---------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import tomli_w
 from tests.conftest import REPOSITORY
 from tests.diloco.toy import config
 from tests.islands.by_hand import open_run, settings_of
-from tests.islands.test_local import is_gone, wait_for
+from tests.islands.test_local import is_gone
+from tests.islands.test_syncing import wait_for
 from tests.launching.running import launcher, start
 from torchtitan_diloco.base.user import USER_ERROR
 from torchtitan_diloco.islands.__main__ import main as islands
