@@ -246,10 +246,10 @@ def test_a_damaged_copy_is_an_error_with_a_remedy(tmp_path: Path) -> None:
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
     with (
+        open_run(store) as run,
         pytest.raises(UserError, match=r"is damaged .* with --islands\.found true"),
-        syncer(store, tmp_path / "other"),
     ):
-        wait_for(lambda: not any(one.name.startswith("syncer") for one in threading.enumerate()))
+        SyncerProcess(run, tmp_path / "other").run()
 
 
 def test_a_folder_has_the_same_files_by_all_its_paths(
