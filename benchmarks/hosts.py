@@ -8,7 +8,6 @@ with NoNetwork() as network:
 
 import os
 import signal
-import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,8 +18,9 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.network import Network, Program, wait_until
+from tests.ports import free_port
 from torchtitan_diloco.islands.__main__ import main as islands_main
-from torchtitan_diloco.islands_store import presence
+from torchtitan_diloco.islands.rules import presence
 
 StoreKind = Literal["folder", "serve"]
 HASTY_SECONDS = 2.0
@@ -205,8 +205,3 @@ def build_host(
 def site_of(worker: int) -> str:
     """Return the login of a worker that is not the owner, which is also the name of its island."""
     return f"worker-{worker}"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])

@@ -19,7 +19,7 @@ from benchmarks.workers import Job, Run
 from tests.islands.audit import Audit, audited
 from tests.processes import FORKS
 from torchtitan_diloco.components.records import read_json_lines
-from torchtitan_diloco.islands_store.decision import Decision, encode_decision
+from torchtitan_diloco.islands.rules.decision import Decision, encode_decision
 from torchtitan_diloco.store import AwayError, Store, open_store
 
 LENGTH = 64

@@ -1,7 +1,7 @@
 """Measure the speed of wire formats, and what a sync takes.
 
     .venv/bin/python -m benchmarks.sync [--rounds 20] [--codecs fp32,int8] [--tables syncs]
-    .venv/bin/python -m benchmarks.sync --tables syncs --kinds folder,serve,log --turns 3
+    .venv/bin/python -m benchmarks.sync --tables syncs --kinds folder,serve --turns 3
     .venv/bin/python -m benchmarks.sync --tables syncs --sync-every 20 --delay 10 --step-seconds 0.1
 
 The formats run in turns in one process. A sync exchanges the whole model between two gloo processes
@@ -9,8 +9,8 @@ of one thread each, which wait for it. Like most rounds of a run (see `diloco.me
 do not measure norms, cosines and drift, except for "fp32, measured". If torchft is installed (extra
 `bench`), its DiLoCo also syncs the same model.
 
-With the extra `islands`, two islands do so: through a folder with a syncer (folder), through a
-bucket of one's own with TLS (serve), and through a log in NATS with TLS (log). With --turns, all
+With the extra `islands`, two islands do so: through a folder with a syncer (folder), and through a
+bucket of one's own with TLS (serve). With --turns, all
 rows are measured so often in turns. With --delay, a sync has so many steps of --step-seconds to
 hide behind, of the --sync-every steps of a cycle.
 """
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from benchmarks import core, sync_log, torchft_loop
+from benchmarks import core, torchft_loop
 from benchmarks.hosts import build_host, site_of
 from benchmarks.network import NoNetwork
 from tests.processes import ProcessPool
@@ -51,7 +51,7 @@ from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
 from torchtitan_diloco.islands import Islands
-from torchtitan_diloco.islands.store_peers import StorePeers
+from torchtitan_diloco.islands.peers import IslandPeers
 from torchtitan_diloco.models.decoder import Decoder, resolve_shape
 from torchtitan_diloco.models.interface import init_weights
 
@@ -64,10 +64,10 @@ SYNCS = {"exposed ms": ",.1f", "CPU ms": ".0f", "server CPU ms": ".0f", "sent MB
 """Columns of a sync, and their formats."""
 LEGEND = """\
 GB/s count fp32 values; outer step: of a measured round. exposed: of the training thread; CPU: all
-threads of one process, without inner steps; server: of islands, the syncer and SeaweedFS, or
-nats-server; memory: peak above that of the same loop without syncs, library files aside. Numbers of
+threads of one process, without inner steps; server: of islands, the syncer and SeaweedFS;
+memory: peak above that of the same loop without syncs, library files aside. Numbers of
 a sync are worker 0's. Median (min ... max)."""
-Kind = Literal["gloo", "folder", "serve", "log", "torchft"]
+Kind = Literal["gloo", "folder", "serve", "torchft"]
 
 
 # --- wire formats ---------------------------------------------------------------------------------
@@ -222,8 +222,7 @@ def build_loop(
     init_weights(model, seed=0)
     name = site_of(world.worker)
     settings = Islands(case.places[world.worker], name, begin=WORKERS, grace_seconds=TIMEOUT)
-    kind = sync_log.LogPeers if case.through == "log" else StorePeers
-    island: sync_log.LogPeers | StorePeers = kind(settings, total_tokens=10**9)
+    island = IslandPeers(settings, total_tokens=10**9)
     outer = StreamingDiLoCo(model, island, case.config)
     island.join()
     return outer, outer.step
@@ -257,9 +256,6 @@ def connected(case: Case) -> Iterator[Case]:
         port = lighthouse.address().rpartition(":")[2]
         yield replace(case, places=(f"http://localhost:{port}",))
         lighthouse.shutdown()
-    elif case.through == "log":
-        with sync_log.serve_log() as (join, process):
-            yield replace(case, places=(join,) * WORKERS, servers=(process,))
     elif case.through == "gloo":
         yield case
     else:

@@ -36,14 +36,14 @@ from benchmarks.sync import cpu_seconds
 from torchtitan_diloco.islands.layout import Layout, hexadecimal
 from torchtitan_diloco.islands.link import BEAT
 from torchtitan_diloco.islands.payload import Header, encode, memory_of
+from torchtitan_diloco.islands.rules.changes import CODECS
+from torchtitan_diloco.islands.rules.decision import Decision
+from torchtitan_diloco.islands.rules.founding import Founding, encode_founding
+from torchtitan_diloco.islands.rules.fragment import Boundary
+from torchtitan_diloco.islands.rules.island import Island
+from torchtitan_diloco.islands.rules.names import ISLAND, founding_name, part_name
+from torchtitan_diloco.islands.rules.settings import RATES, Settings
 from torchtitan_diloco.islands.runs import Decisions, Run
-from torchtitan_diloco.islands_store.changes import CODECS
-from torchtitan_diloco.islands_store.decision import Decision
-from torchtitan_diloco.islands_store.founding import Founding, encode_founding
-from torchtitan_diloco.islands_store.fragment import Boundary
-from torchtitan_diloco.islands_store.island import Island
-from torchtitan_diloco.islands_store.names import ISLAND, founding_name, part_name
-from torchtitan_diloco.islands_store.settings import RATES, Settings
 from torchtitan_diloco.store import open_store
 
 WIDTH = 1024

@@ -35,9 +35,9 @@ from torchtitan_diloco.diagnosis.kinds import Verdict
 from torchtitan_diloco.diagnosis.verdicts import Judge, Observation
 from torchtitan_diloco.islands.layout import Layout, hexadecimal, shapes_of
 from torchtitan_diloco.islands.link import Link
-from torchtitan_diloco.islands.store_peers import StorePeers
-from torchtitan_diloco.islands_store.names import PART
-from torchtitan_diloco.islands_store.settings import RATES
+from torchtitan_diloco.islands.peers import IslandPeers
+from torchtitan_diloco.islands.rules.names import PART
+from torchtitan_diloco.islands.rules.settings import RATES
 from torchtitan_diloco.launching import rank
 from torchtitan_diloco.store import LargeObjects
 from torchtitan_diloco.trainer import Trainer
@@ -90,9 +90,9 @@ class Worker(Trainer):
             file.write(json.dumps({"time": time.time(), **facts}) + "\n")
 
     @property
-    def island_peers(self) -> StorePeers | None:
+    def island_peers(self) -> IslandPeers | None:
         peers = getattr(self.outer, "peers", None)
-        return peers if isinstance(peers, StorePeers) else None
+        return peers if isinstance(peers, IslandPeers) else None
 
     def amount(self, name: str) -> float:
         return self.job.fault.get(name, 0.0) if self.step >= BEGIN else 0.0

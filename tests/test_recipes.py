@@ -22,7 +22,7 @@ from tests.conftest import REPOSITORY
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.islands.__main__ import main as islands
 from torchtitan_diloco.islands.bucket_folder import open_folder
-from torchtitan_diloco.islands_store.names import OWNER
+from torchtitan_diloco.islands.rules.names import OWNER
 
 RECIPES = REPOSITORY / "examples/recipes"
 DOCUMENTS = list(yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text()))

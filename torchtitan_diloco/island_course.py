@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torchtitan_diloco.components.checkpoint_folder import Manifest
 from torchtitan_diloco.components.run_data import Position, RunData
@@ -15,9 +14,8 @@ from torchtitan_diloco.data.loader import Stream
 from torchtitan_diloco.diloco.peers import Peers
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.islands import IslandPeers
-from torchtitan_diloco.islands.config import is_location, run_of
+from torchtitan_diloco.islands.config import run_of
 from torchtitan_diloco.islands.founding import JobCheckpoint
-from torchtitan_diloco.islands.store_peers import StorePeers
 
 
 class IslandCourse:
@@ -39,29 +37,22 @@ class IslandCourse:
         self._validated: tuple[int, float, float] | None = None
         tokens = plan.tokens_per_step // config.workers
         samples = tokens // config.training.sequence_length
-        common: dict[str, Any] = {
-            "total_tokens": plan.total_steps * plan.tokens_per_step,
-            "tokens_per_step": tokens,
-            "samples_per_step": samples,
-            "ranks": world.control,
-            "liveness": world.liveness,
-            "facts": {
+        self._peers = IslandPeers(
+            replace(config.islands, sync=False),  # the launcher runs it
+            total_tokens=plan.total_steps * plan.tokens_per_step,
+            tokens_per_step=tokens,
+            samples_per_step=samples,
+            ranks=world.control,
+            liveness=world.liveness,
+            facts={
                 **data.common_facts,
                 "tokenizer": tokenizer,
                 **flat_settings(config.model, "model."),
             },
-        }
-        self._peers: StorePeers | IslandPeers
-        if is_location(config.islands.join):
-            self._peers = StorePeers(
-                replace(config.islands, sync=False),  # the launcher runs it
-                **common,
-                corpus=data.own_digest,
-                phases=[phase.start for phase in config.data.phases],
-                job=job_checkpoint(config, plan, manifest, data, block=samples),
-            )
-        else:
-            self._peers = IslandPeers(config.islands, **common)
+            corpus=data.own_digest,
+            phases=[phase.start for phase in config.data.phases],
+            job=job_checkpoint(config, plan, manifest, data, block=samples),
+        )
 
     def build_peers(self) -> Peers:
         return self._peers
@@ -93,7 +84,7 @@ class IslandCourse:
 
     @property
     def entered(self) -> Sequence[int]:
-        return self._peers.entered if isinstance(self._peers, StorePeers) else ()
+        return self._peers.entered
 
     @property
     def progress(self) -> RunProgress:

@@ -90,7 +90,6 @@ COMPUTES = (
     "export",
     "island_course.py",
     "islands",
-    "islands_store",
     "models",
     "store",
     "trainer.py",
@@ -253,7 +252,7 @@ class Trainer:
         config = self.config
         if self.course.close():
             log_early_end(config, folder=folder, step=self.step, describe=self.course.describe_stop)
-        is_alone = not self.course.run  # what islands read is in their log
+        is_alone = not self.course.run  # what islands read is in their run
         has_control = is_alone and config.data.shard_by == "none" and self.start.manifest is None
         epochs = self.data.epochs(self.plan, self.data.position, self.step)
         log_summary(

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.components.test_telemetry import SENT, telemetry, train
-from tests.islands.servers import wait_until
 from tests.test_trainer import LOSS, records
+from tests.waiting import wait_until
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.boards import Shown, tensorboard
 

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from tests.components.test_resume import chosen, last, run
-from tests.islands.servers import wait_until
 from tests.processes import DIED, ProcessPool
+from tests.waiting import wait_until
 from torchtitan_diloco.components.checkpoint_folder import complete_checkpoints, step_of
 from torchtitan_diloco.components.telemetry import StepResult
 from torchtitan_diloco.data.batch import Batch

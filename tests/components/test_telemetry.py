@@ -19,10 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from tests.components.test_resume import checkpoint
-from tests.islands.servers import wait_until
 from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, curve, records, streaming
 from tests.test_trainer import train as train_config
+from tests.waiting import wait_until
 from torchtitan_diloco.base.hardware import queued_seconds
 from torchtitan_diloco.components import records as records_module
 from torchtitan_diloco.components import telemetry as module

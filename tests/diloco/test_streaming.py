@@ -26,8 +26,8 @@ from tests.diloco.toy import (
     start,
     train,
 )
-from tests.islands.servers import wait_until
 from tests.processes import ProcessPool
+from tests.waiting import wait_until
 from torchtitan_diloco.base.background import ENCODING_THREADS
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco import OuterOptimizer, Quantization, StreamingDiLoCo

@@ -12,9 +12,9 @@ from torch import Tensor
 from torchtitan_diloco.islands.layout import Layout, hexadecimal
 from torchtitan_diloco.islands.merging import apply_version, read_copy
 from torchtitan_diloco.islands.payload import HEADER_BYTES
+from torchtitan_diloco.islands.rules.decision import Decision, decode_decision
+from torchtitan_diloco.islands.rules.names import COPY, RUN, VERSION, Object, run_name, run_number
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.islands_store.decision import Decision, decode_decision
-from torchtitan_diloco.islands_store.names import COPY, RUN, VERSION, Object, run_name, run_number
 from torchtitan_diloco.store import AwayError, open_store
 
 LOOK_SECONDS = 0.1

@@ -26,15 +26,15 @@ from torchtitan_diloco.islands.payload import (
     memory_of,
     read_header,
 )
+from torchtitan_diloco.islands.rules.decision import Decision
+from torchtitan_diloco.islands.rules.founding import Founding, encode_founding
+from torchtitan_diloco.islands.rules.fragment import Apply
+from torchtitan_diloco.islands.rules.island import Island
+from torchtitan_diloco.islands.rules.names import ISLAND, founding_name, part_name
+from torchtitan_diloco.islands.rules.note import Part
+from torchtitan_diloco.islands.rules.settings import Settings
 from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands.syncing import SyncerProcess
-from torchtitan_diloco.islands_store.decision import Decision
-from torchtitan_diloco.islands_store.founding import Founding, encode_founding
-from torchtitan_diloco.islands_store.fragment import Apply
-from torchtitan_diloco.islands_store.island import Island
-from torchtitan_diloco.islands_store.names import ISLAND, founding_name, part_name
-from torchtitan_diloco.islands_store.note import Part
-from torchtitan_diloco.islands_store.settings import Settings
 from torchtitan_diloco.store import open_store
 
 SAMPLES, TOKENS_PER_SAMPLE = 2, 100

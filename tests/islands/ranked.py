@@ -12,7 +12,7 @@ from tests.diloco.toy import full, inner_step, join, parameters, sgd, sharded
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.islands.config import Islands
-from torchtitan_diloco.islands.store_peers import StorePeers
+from torchtitan_diloco.islands.peers import IslandPeers
 
 TOKENS, SAMPLES = 100, 2
 NAMES = "ab"
@@ -45,7 +45,7 @@ class RankedIsland:
         self.optimizer: torch.optim.Optimizer = sgd(self.model)
         if adam:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
-        self.peers = StorePeers(
+        self.peers = IslandPeers(
             Islands(str(store), self.name, slots=islands, begin=islands, grace_seconds=grace),
             total_tokens=total_tokens,
             tokens_per_step=tokens_per_step,

@@ -10,9 +10,9 @@ from urllib.error import HTTPError
 
 import pytest
 
-from tests.islands.servers import free_port
 from tests.islands.test_bucket_server import SITE, Serving, serving
 from tests.islands.written_run import WrittenRun
+from tests.ports import free_port
 from torchtitan_diloco.base.user import USER_ERROR
 from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.store import open_store

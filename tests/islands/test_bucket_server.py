@@ -19,11 +19,12 @@ from urllib.error import HTTPError
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.islands.servers import free_port, wait_until
+from tests.ports import free_port
+from tests.waiting import wait_until
 from torchtitan_diloco.base.user import USER_ERROR, UserError
 from torchtitan_diloco.islands.__main__ import main
+from torchtitan_diloco.islands.rules import names
 from torchtitan_diloco.islands.seaweed import find_weed
-from torchtitan_diloco.islands_store import names
 from torchtitan_diloco.store import LargeObjects, RefusedError, open_store
 
 for module in ("cryptography", "obstore"):

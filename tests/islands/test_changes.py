@@ -1,152 +1,208 @@
-"""Runs whose settings, code and sites change while they go on."""
+"""Requests of a person to a run in a folder, whose syncer and islands run."""
 
-from itertools import pairwise
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from statistics import median
 
-import msgspec
 import pytest
 
-from tests.islands.running import TOKENS, Island, same, started
-from tests.islands.servers import need_server, running_server
-from tests.islands.test_coming_and_going import at, die, hold, save_in
-from tests.islands.written import FACTS
-from torchtitan_diloco.base.user import USER_ERROR
-from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.islands import __main__ as islands_main
-from torchtitan_diloco.islands import joining, leader, peers
-from torchtitan_diloco.islands import server as server_module
+from tests.diloco.toy import config
+from tests.islands.by_hand import newest, syncer
+from tests.islands.trainees import TOKENS, Trainee, trained
+from tests.islands.written_run import WrittenRun
+from torchtitan_diloco.base.user import USER_ERROR, UserError
+from torchtitan_diloco.islands import changes
 from torchtitan_diloco.islands.__main__ import main
-from torchtitan_diloco.islands.changes import parse_change
-from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.reader import open_reader
+from torchtitan_diloco.islands.changes import CHANGE_SECONDS
+from torchtitan_diloco.islands.instructions import IslandFencedError
+from torchtitan_diloco.store import RefusedError, Store, open_store
 
-need_server()
-pytestmark = pytest.mark.usefixtures("soon_gone")
+pytestmark = pytest.mark.timeout(240)
 
 
-def test_a_run_goes_on_with_other_settings_other_code_and_a_third_site(
-    server: Join, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@contextmanager
+def training(folder: Path, *names: str) -> Iterator[list[Trainee]]:
+    """Yield islands that train in a folder, and stop those that are left."""
+    islands = [
+        Trainee(folder / "store", name, config(2, delay=1), total_tokens=10**9, step_seconds=0.02)
+        for name in names
+    ]
+    began = threading.Barrier(len(names) + 1)
+    for one in islands:
+        one.on_step = lambda step: began.wait(60) if step == 3 else None  # type: ignore[assignment]
+    with syncer(folder / "store", folder / "scratch"):
+        for one in islands:
+            one.thread.start()
+        try:
+            began.wait(120)
+            yield islands
+        finally:
+            for one in islands:
+                one.stop.set()
+            for one in islands:
+                one.thread.join(60)
+
+
+def run(folder: Path, *words: str) -> int:
+    return main([*words, "--join", str(folder / "store")])
+
+
+def test_a_run_is_changed_while_it_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The third island has the old settings, and joins a longer run of more slots, whose parts
-    change from 4 bits to 32."""
-    a, b, c = (Island(server, name, steps=90, slots=2, grace=0.3) for name in "abc")
-    for island in (a, b, c):
-        island.step_seconds = 0.02
-    a.each_step = b.each_step = hold(60, lambda: c.step > 10)
-    total = 120 * 2 * TOKENS
-    changes = {"diloco.sync_every": "4", "total_tokens": f"{total}", "slots": "3"}
-    changes |= {"diloco.quantization.codec": "fp32"}
-    with started(a, b):
-        a.wait_for_step(30)
-        for key, value in changes.items():
-            assert main(["change", key, value, "--join", str(server)]) == 0
-        printed = capsys.readouterr().out
-        assert "diloco.sync_every = 4 (before: 8)" in printed
-        assert "codec = fp32 (before: fp4_e3m0)" in printed
-        monkeypatch.setattr(peers, "code_fingerprint", lambda *_: "mended")
-        with started(c):
-            results = [island.finish() for island in (a, b, c)]
-    for result in results:
-        assert same(results[0].shared, result.shared)
-        assert result.peers.total_tokens == total
-        assert result.peers.schedule.sync_every == result.peers.config.sync_every == 4
-        assert result.peers.clock >= total - 4 * 2 * TOKENS
-    seat = c.peers.seat
-    assert (seat.slot, seat.slots, seat.streams) == (2, 3, 2)
-    sent = [one.sent_step for one in results[2].rounds if one.weight and one.fragment == 0]
-    assert median(after - before for before, after in pairwise(sent[2:])) == 4
-    rounds = [one for one in results[0].rounds if one.traffic.bytes_sent]
-    sizes = [one.traffic.bytes_sent for one in rounds if one.fragment == 0]
-    assert sizes[-1] > 6 * sizes[0]
-    newest = {one.fragment: one.traffic.bytes_sent for one in rounds if one.weight}
-    assert results[0].peers.gauges.sent_bytes == sum(newest.values())
+    with training(tmp_path, "a", "b") as (first, second):
+        assert run(tmp_path, "change", "diloco.sync_every", "7") == 0
+        said = "the run continues with diloco.sync_every = 7 (before: 8)\n"
+        assert capsys.readouterr().out == said
+        assert newest(tmp_path / "store").settings.sync_every == 7
+        assert run(tmp_path, "change", "slots", "3") == 0
+        capsys.readouterr()
+        for words, why in (
+            (("diloco.overlap.delay", "7"), "delay 7 must be smaller than 7"),
+            (("diloco.quantization.codec", "topk"), "give one of"),
+            (("diloco.sync_evry", "7"), "did you mean diloco.sync_every?"),
+            (("total_tokens", "1"), "error: total_tokens = 1: the run has merged"),
+            (("islands.slots", "2"), "the run has 3 slots, which cannot be removed"),
+            (("model.dim", "2"), "cannot be changed during a run"),
+            (("diloco.sync_every", "many"), "error: diloco.sync_every = many: give a whole number"),
+        ):
+            assert run(tmp_path, "change", *words) == USER_ERROR
+            said = capsys.readouterr().err
+            assert said.count("\n") == 1
+            assert why in said
+        deadline = time.monotonic() + 60
+        while first.peers.config.sync_every != 7 or second.peers.config.sync_every != 7:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "problem"),
-    [
-        ("diloco.sync_evry", "4", "cannot be changed during a run; did you mean diloco.sync_"),
-        ("diloco.sync_every", "four", "expected"),
-        ("diloco.overlap.delay", "8", "must be smaller than diloco.sync_every = 8"),
-        ("quorum", "3", "the run has 2 slots"),
-        ("total_tokens", "0", "expected"),
-        ("slots", "2", "the run has 2 slots"),
-        ("diloco.quantization.codec", "fp4", "expected one of"),
-        ("diloco.quantization.codec", "topk", "needs a different outer optimizer"),
-        ("diloco.outer_optimizer.lr", "1e300", "expected"),
-    ],
-)
-def test_a_change_that_no_run_can_use_is_refused(key: str, value: str, problem: str) -> None:
-    settings = {"diloco.sync_every": "8", "diloco.overlap.delay": "1"}
-    with pytest.raises(ValueError, match=problem):
-        parse_change(msgspec.structs.replace(FACTS, fingerprints=settings), key, value)
+def test_islands_leave_and_are_evicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with training(tmp_path, "a", "b") as (first, second):
+        assert run(tmp_path, "leave", "nobody") == USER_ERROR
+        assert "the run has no island 'nobody'; it has: a, b" in capsys.readouterr().err
+        assert run(tmp_path, "leave", "b") == 0
+        said = capsys.readouterr().out.splitlines()
+        assert said[0].startswith("asked b to leave: waiting until its parts are merged")
+        assert said[1] == "b has left"
+        second.finish()
+        assert run(tmp_path, "evict", "a") == 0
+        assert capsys.readouterr().out.startswith("evicted a: its slot is free; `islands change")
+        with pytest.raises(IslandFencedError, match="the owner of the run has evicted"):
+            first.finish()
+        assert newest(tmp_path / "store").barred == ["a"]
+        assert run(tmp_path, "change", "admit", "a") == 0
+        assert newest(tmp_path / "store").barred == []
+        assert not any(
+            ledger.lost for slot in newest(tmp_path / "store").slots for ledger in slot.ledgers
+        )
 
 
-def test_a_run_that_has_not_begun_has_no_settings_to_change(
-    server: Join, capsys: pytest.CaptureFixture[str]
+def test_a_run_that_has_ended_goes_on_with_more_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["change", "quorum", "2", "--join", str(server)]) == USER_ERROR
+    """Its syncer has ended, too: the change waits for the next one."""
+    store, chosen = tmp_path / "store", config(8, delay=1)
+    total = 24 * TOKENS
+    one = Trainee(store, "a", chosen, total_tokens=total, begin=1, slots=1)
+    with syncer(store, tmp_path / "scratch"), trained(one):
+        pass
+    assert newest(store).ended
+    assert run(tmp_path, "leave", "a") == USER_ERROR
+    assert "has ended" in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(changes, "CHANGE_SECONDS", 0.5)
+        assert run(tmp_path, "change", "total_tokens", str(2 * total)) == USER_ERROR
+    said = capsys.readouterr().err
+    assert "no syncer has decided within 0.5 s: start `" in said
+    assert f"islands sync {store}`. The change is stored, and is made then" in said
+    again = Trainee(store, "a", chosen, total_tokens=total, begin=1, slots=1, saved=one.saved)
+    with syncer(store, tmp_path / "scratch"), trained(again):
+        pass
+    decision = newest(store)
+    assert decision.ended
+    assert decision.settings.total_tokens == 2 * total
+    assert decision.fragments[0].clock >= 2 * total
+    assert again.steps >= 24
+
+
+def test_a_syncer_does_not_end_before_it_has_read_changes(tmp_path: Path) -> None:
+    """The run has ended, and is made longer while no syncer runs."""
+    store, total = tmp_path / "store", 24 * TOKENS
+    one = Trainee(store, "a", config(8, delay=1), total_tokens=total, begin=1, slots=1)
+    with syncer(store, tmp_path / "scratch"), trained(one):
+        pass
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(changes, "CHANGE_SECONDS", 0.1)
+        with pytest.raises(UserError, match="no syncer has decided"):
+            changes.change(str(store), "total_tokens", str(10 * total))
+    with syncer(store, tmp_path / "scratch"):
+        deadline = time.monotonic() + 60
+        while newest(store).settings.total_tokens == total:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(1.0)
+        assert not newest(store).stopped, "it waits for islands"
+
+
+def test_a_login_that_may_not_change_a_run_is_told_who_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = WrittenRun()
+    written.rounds(1)
+    written.write(tmp_path / "store")
+
+    def refuse(*_: object) -> bool:
+        raise RefusedError("s3://islands: these credentials have no permission to create change/1")
+
+    monkeypatch.setattr(Store, "create", refuse)
+    for words in (("leave", "a"), ("evict", "a"), ("change", "slots", "9")):
+        assert run(tmp_path, *words) == USER_ERROR
+        said = capsys.readouterr().err
+        assert "only the owner of the run may change it" in said
+        assert "stop an island with Ctrl-C or SIGTERM where it runs" in said
+        assert said.count("\n") == 1
+
+
+def test_only_an_island_that_was_evicted_is_admitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = WrittenRun()
+    written.rounds(1)
+    written.state.barred = ["c", "d"]
+    written.write(tmp_path / "store")
+    assert run(tmp_path, "change", "admit", "a") == USER_ERROR
+    assert capsys.readouterr().err == (
+        "error: admit a: this island is not evicted; evicted are: c, d\n"
+    )
+    assert not (tmp_path / "store/change").exists()
+
+
+def test_the_login_of_a_site_is_told_who_may_change_a_run_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "store").mkdir()
+    join = tmp_path / "join-b.toml"
+    join.write_text(
+        'location = "s3://islands"\nendpoint = "https://127.0.0.1:1"\naccess_key_id = "b"\n'
+        'secret_access_key = "secret"\nname = "b"\nprefix = "mirror/b/"\n'
+    )
+    store = partial(open_store, tmp_path / "store")
+    monkeypatch.setattr(changes, "open_store", lambda _, **options: store(**options))
+    assert main(["change", "slots", "9", "--join", str(join)]) == USER_ERROR
+    said = capsys.readouterr().err
+    assert f"{join}: the login of b may not do this: only the owner of the run may" in said
+    assert said.count("\n") == 1
+
+
+def test_a_run_that_has_not_started_cannot_be_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "store").mkdir()
+    assert run(tmp_path, "change", "slots", "9") == USER_ERROR
     assert "the run has not started" in capsys.readouterr().err
-
-
-def test_a_change_counts_only_when_it_is_read_back(
-    server: Join, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not an equal one that was made before."""
-    monkeypatch.setattr(islands_main, "CHANGE_SECONDS", 1.0)
-    island = Island(server, "a", steps=60, begin=1, slots=1, grace=0.2, step_seconds=0.02)
-    island.each_step = hold(20, lambda: False)
-    again = ["change", "diloco.overlap.mixing", "0.5", "--join", str(server)]
-    with started(island):
-        island.wait_for_step(20)
-        for value in ("0.5", "0.25"):
-            assert main([*again[:2], value, *again[3:]]) == 0
-        monkeypatch.setattr(Connection, "append", lambda *_: None)  # it is lost
-        assert main(again) == USER_ERROR
-    assert "did not confirm the change" in capsys.readouterr().err
-
-
-def test_nobody_needs_the_first_records_of_a_long_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The server deletes old records. A joiner and the reader of a status begin with a stored
-    state, and an island whose checkpoint is older takes the copies of another one."""
-    monkeypatch.setattr(server_module, "LOG_BYTES", 30_000)
-    for module in (joining, leader):
-        monkeypatch.setattr(module, "STATE_EVERY", 10)
-    saved = list[SavedState]()
-    with running_server(tmp_path / "server") as server:
-        names = {name: Island(server.join, name, steps=200, slots=3, grace=0.2) for name in "abc"}
-        again = Island(server.join, "b", steps=200, slots=3, grace=0.2)
-        a, b, c = names.values()
-        b.each_step = lambda one: (at(20, save_in(saved))(one), at(30, die)(one))
-        a.each_step = hold(150, lambda: c.step and again.step)
-        a.step_seconds = 0.02
-        with started(a, b):
-            a.wait_for_step(150)
-            again.saved = saved[0]
-            with open_reader(server.join) as reader:
-                assert reader.connection.first > 1
-                assert len(reader.state.owners()) == 2
-            with started(again, c):
-                results = [island.finish() for island in (a, again, c)]
-    assert all(same(results[0].shared, result.shared) for result in results)
-    assert "the log no longer reaches back to its checkpoint: this island takes" in caplog.text
-
-
-def test_versions_do_not_pile_up_while_training_pauses(server: Join) -> None:
-    """As during a validation of ten minutes."""
-    a, b = (Island(server, name, steps=200, grace=0.1, step_seconds=0.01) for name in "ab")
-    held = list[int]()
-
-    def goes_on() -> bool:
-        held.append(max(len(copy.versions) for copy in b.peers._copies.fragments))
-        return a.step > 120
-
-    b.each_step = hold(20, goes_on)
-    with started(a, b):
-        assert same(a.finish().shared, b.finish().shared)
-    assert a.result is not None
-    assert 1 < max(held) <= 4
+    assert CHANGE_SECONDS > 10
+    with suppress(FileNotFoundError):
+        assert not list((tmp_path / "store" / "change").iterdir())

@@ -15,15 +15,15 @@ import torch
 
 from tests.diloco.toy import config
 from tests.islands.audit import audited
-from tests.islands.servers import free_port
 from tests.islands.test_bucket_server import SITE, Serving, serving
 from tests.islands.trainees import SAMPLES, TOKENS, Trainee, trained
+from tests.ports import free_port
 from torchtitan_diloco.islands.payload import Header, encode, memory_of
+from torchtitan_diloco.islands.rules.decision import Fate
+from torchtitan_diloco.islands.rules.names import ISLAND, part_name
+from torchtitan_diloco.islands.rules.note import Note, Part, encode_note
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.syncing import MOST_LISTED
-from torchtitan_diloco.islands_store.decision import Fate
-from torchtitan_diloco.islands_store.names import ISLAND, part_name
-from torchtitan_diloco.islands_store.note import Note, Part, encode_note
 from torchtitan_diloco.store import StoreError, open_store
 from torchtitan_diloco.store.store import MOST_BYTES
 

@@ -13,18 +13,18 @@ import torch
 
 from tests.diloco.toy import config
 from tests.islands.by_hand import newest, syncer
-from tests.islands.test_store_peers import same
+from tests.islands.rules.desk import A
+from tests.islands.test_peers import same
 from tests.islands.test_syncing import wait_for
 from tests.islands.trainees import TOKENS, Trainee, trained
-from tests.islands_store.desk import A
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.link import Claim, Link
+from torchtitan_diloco.islands.rules.fragment import Boundary, Send
+from torchtitan_diloco.islands.rules.island import Island
+from torchtitan_diloco.islands.rules.names import VERSION, Object
+from torchtitan_diloco.islands.rules.note import Part
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.islands_store.fragment import Boundary, Send
-from torchtitan_diloco.islands_store.island import Island
-from torchtitan_diloco.islands_store.names import VERSION, Object
-from torchtitan_diloco.islands_store.note import Part
 
 
 def test_a_version_of_others_waits_for_the_buffer_of_a_slow_upload(tmp_path: Path) -> None:

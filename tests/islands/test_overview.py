@@ -1,241 +1,445 @@
-"""The numbers of a run: what they say of any log and heartbeats."""
+"""Show people a run: any decision, notes and history."""
 
 import json
-import math
-import random
 import re
-from collections import Counter
-from itertools import pairwise
-from typing import Any
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.islands.plan import Nature, Plan
-from tests.islands.simulation import World
-from tests.islands.test_simulation import FAULTS, inject
-from tests.islands.written import Log
-from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.members import Gauges, Hint, Members, Numbers
-from torchtitan_diloco.islands.overview import History, overview
-from torchtitan_diloco.islands.page_server import html_page, metrics
-from torchtitan_diloco.islands.records import Give, name_of
-from torchtitan_diloco.islands.stays import MOST_POINTS, Stay, append_thinned
+from tests.conftest import REPOSITORY
+from tests.islands.rules.desk import A, B, C, founded
+from tests.islands.written_run import STEPS, WrittenRun, reading
+from torchtitan_diloco.base.user import USER_ERROR
+from torchtitan_diloco.islands import reader
+from torchtitan_diloco.islands.__main__ import main
+from torchtitan_diloco.islands.overview import View, overview
+from torchtitan_diloco.islands.page_server import metrics
+from torchtitan_diloco.islands.past import past_of
+from torchtitan_diloco.islands.rules import history
+from torchtitan_diloco.islands.rules.decision import BARRED, LEAVE, SICK, Decision
+from torchtitan_diloco.islands.rules.note import Note, decode_note
+from torchtitan_diloco.islands.rules.presence import SILENT
 from torchtitan_diloco.islands.tables import render
+from torchtitan_diloco.store import AwayError
 
+SOON = 20.0
 SAMPLE = re.compile(
     r'[a-z_]+(?:\{(?:island|fragment)="(?:[^"\\]|\\.)*"\})? -?\d+(\.\d+)?(e[-+]\d+)?'
 )
+"""A sample of Prometheus."""
 
 
-def read_log(log: list[bytes]) -> tuple[State, History, Counter[str]]:
-    """Read a log with a second between two records. Count the merged parts by island."""
-    state, history, parts = State(verifies=False), History(), Counter[str]()
-    for sequence, raw in enumerate(log, start=1):
-        outcome = state.read(sequence, raw)
-        history.note(outcome, float(sequence))
-        for part in outcome.entry.parts if outcome.entry else ():
-            parts[part.incarnation] += 1
-    return state, history, parts
+def seen(run: WrittenRun, **changed: object) -> dict[str, object]:
+    """Return the overview of a run as it is now."""
+    return overview(view_of(run, **changed))
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    faults=st.lists(st.tuples(st.floats(0, 12), st.sampled_from(FAULTS)), max_size=5),
-    seed=st.integers(0, 999),
-)
-def test_any_run_adds_up(faults: list[tuple[float, str]], seed: int) -> None:
-    world, rng = World(Plan(steps=40), seed), random.Random(seed)
-    for number in range(3):
-        world.start(f"i{number}", Nature(upload=rng.choice([0.02, 0.5])), at=rng.uniform(0, 1))
-    for at, fault in faults:
-        world.after(at, lambda fault=fault: inject(world, fault, rng))  # type: ignore[misc]
-    world.run()
-    end = rng.choice([len(world.log), rng.randrange(1, len(world.log))])
-    state, history, parts = read_log(world.log[:end])
-    members = Members(5.0, 60.0)
-    members.connect(0.0)
-    for owner in list(state.owners().values())[:2]:
-        numbers = Numbers("x", 10.0, math.nan, math.inf, (7, math.nan))
-        members.hear(Hint(owner, 5, 50, 0.5, caught_up=True, numbers=numbers), 7.0)
-
-    found = overview(state, members, history, 8.0, float(end))
-    again = overview(State.decode(state.encode()), members, history, 8.0, float(end))
-    assert found == again, "it follows from the state"
-    json.loads(json.dumps(found), parse_constant=pytest.fail)
-    render({"run": "r", "connection": "ok"} | found, "server")
-
-    assert {key: stay.parts for key, stay in history.stays.items() if stay.parts} == parts
-    late = sum(stay.late_parts for stay in history.stays.values())
-    assert end < len(world.log) or late == sum(versions > 0 for versions in world.late)
-    for stay in history.stays.values():
-        assert all(before[1] < after[0] for before, after in pairwise(stay.spans))
-    assert found["tokens_merged"] == max(state.clocks, default=0)
-    assert len({tuple(row) for row in found["islands"]}) <= 1, "columns keep their order"
-    owners = {slot: name_of(owner) for slot, owner in state.owners().items()}
-    assert {row["slot"]: row["island"] for row in found["islands"]} == owners
-    trains = [row for row in found["islands"] if row["doing"] == "trains"]
-    assert found["tokens_per_second"] == 10 * len(trains)
-    assert len(trains) in (0, 2) or len(owners) < 2 or any(slot.done for slot in state.slots)
-    for row, fragment in zip(found["fragments"], state.fragments, strict=True):
-        present = {owners.get(part.slot) for part in fragment.waiting.values()}
-        assert not present & set(row["waits_for"])
-        assert set(row["waits_for"]) <= {row["island"] for row in trains}
-        assert fragment.open or not row["waits_for"]
+def view_of(run: WrittenRun, **changed: object) -> View:
+    notes = {one: decode_note(raw) for one, raw in run.notes.items()}
+    fields = {"notes": notes, "past": past_of(run.state, run.history), **changed}
+    return View(decision=run.state, **fields)  # type: ignore[arg-type]
 
 
-def island(name: str = "a", **numbers: Any) -> Hint:
-    return Hint(name, 5, 500, 0.25, caught_up=True, numbers=Numbers(**numbers))
+def rows(found: dict[str, object], key: str = "islands") -> list[dict[str, object]]:
+    value = found[key]
+    assert isinstance(value, list)
+    return value
 
 
-def test_what_islands_do_and_whom_rounds_wait_for() -> None:
-    log, history, members = Log(), History(), Members(5.0, 60.0)
-    members.connect(0.0)
-    says = ("b: hung outside communication", "c: stopped")
-    stopped = "b: stopped"
-    for name in ("a", "b", "new"):
-        members.hear(
-            island(name, site="oslo", loss=2.5, round_trip_seconds=0.01, says=(*says, stopped)),
-            10.0,
-        )
-    log.open()
-    log.part(0, 10)
-    found = overview(log.state, members, history, 10.5, 100.0)
-    assert [row["doing"] for row in found["islands"]] == ["trains", "trains", "joins"]
-    assert found["islands"][0]["tokens_per_second"] == 400, "by its steps, before it knows more"
-    assert found["fragments"][0]["waits_for"] == ["b"]
-    assert found["fragments"][1]["waits_for"] == []
-    assert found["eta_seconds"] == 100 / 800
-    assert found["verdicts"] == [*says], "not that one that is heard has stopped"
-    soon = Members(5.0, 60.0)
-    soon.connect(10.0)
-    soon.hear(island("a"), 10.0)
-    found = overview(log.state, soon, history, 10.5, 100.0)
-    assert found["fragments"][1]["waits_for"] == found["fragments"][0]["waits_for"] == []
-    still = overview(log.state, members, history, 14.9, 100.0)
-    assert still["fragments"][0]["waits_for"] == ["b"]
-    members.hear(msgspec.structs.replace(island(), leaving=True), 15.0)
-    members.hear(msgspec.structs.replace(island("b"), step=6), 9.0)
-    gone = overview(log.state, members, history, 15.5, 100.0)
-    assert gone["verdicts"] == [], "of islands that are heard"
-    nobody = overview(log.state, members, history, 60.0, 100.0)
-    assert (found["phase"], nobody["phase"]) == ("running", "no island is connected")
-    assert [(row["doing"], row["for_seconds"]) for row in gone["islands"]] == [
-        ("leaves", None),
-        ("gone", 6.5),
-    ]
-    assert gone["fragments"][0]["waits_for"] == []
-    members.hear(island("b"), 15.5)
-    members.hear(island("b"), 25.5)
-    stuck = overview(log.state, members, history, 25.5, 100.0)["islands"][1]
-    assert (stuck["doing"], stuck["for_seconds"]) == ("completes no step", 10.0)
-    log.take(1, "b/2", "b")
-    members.hear(msgspec.structs.replace(island("b/2"), step=7), 25.6)
-    rows = overview(log.state, members, history, 25.7, 100.0)["islands"]
-    assert [row["incarnation"] for row in rows] == ["a", "b/2"], "its first start has ended"
-    log.state.slots[1].done = True
-    done = overview(log.state, members, history, 25.7, 100.0)
-    assert [row["doing"] for row in done["islands"]] == ["gone", "done"]
-    assert done["fragments"][0]["waits_for"] == []
+def doing(found: dict[str, object]) -> dict[object, object]:
+    return {row["island"]: row["doing"] for row in rows(found)}
 
 
-def test_news_and_stays_of_a_log() -> None:
-    log = Log()
-    log.round(10, 20)
-    log.take(1, "b/2", "b")
-    log.write(Give(**log.owner(0)))
-    _, history, _ = read_log(log.raw)
-    assert [text for _, text in history.news] == ["a joins", "b joins", "b is back", "a leaves"]
-    ends = {key: (stay.name, stay.ended) for key, stay in history.stays.items()}
-    assert ends == {"a": ("a", "left"), "b": ("b", "gone"), "b/2": ("b", "")}
-    assert history.merged == {0: (1, 7.0)}
-
-
-def test_a_console_says_who_comes_and_goes_and_when_a_slot_is_free() -> None:
-    world = World(Plan(steps=300, slots=2, begin=2, expiry=2.0, patience=12.0))
-    stays, dies = (world.start(f"i{number}") for number in range(2))
-    late, waits = world.start("late", at=3.0), list[str]()
-    world.after(6.0, lambda: waits.append(late.waits_for()))
-    world.after(7.0, lambda: setattr(dies, "alive", False))
-    world.after(11.0, lambda: waits.append(late.waits_for()))
-    world.run()
-    ask = (
-        "`islands leave NAME` asks one to leave (i0, i1), and `islands change slots 3` adds a slot"
+def test_a_run_adds_up() -> None:
+    run = WrittenRun()
+    run.rounds(4, validated=(30, 3.25))
+    found = seen(run)
+    assert found["phase"] == "running"
+    assert found["connection"] == "ok"
+    assert (found["tokens_merged"], found["total_tokens"]) == (8 * STEPS, 10**6)
+    assert found["tokens_per_second"] == 20
+    assert found["eta_seconds"] == (10**6 - 8 * STEPS) / 20
+    assert (found["loss"], found["loss_at_tokens"]) == (3.25, 30)
+    assert found["kept_samples"] == 1.0
+    last = found["last_merged"]
+    assert isinstance(last, dict)
+    assert (last["fragment"], last["version"]) == (0, 4)
+    first = rows(found)[0]
+    assert (first["island"], first["slot"], first["doing"], first["site"]) == (
+        *("a", 0, "trains", "oslo"),
     )
-    assert waits[0] == f"waiting for a free slot. All 2 have an owner: {ask}"
-    free = "waiting for a free slot; that of i1, which is silent, in 8 s. "
-    assert waits[1].startswith(free)
-    assert stays.machine.notices == ["island i1 is silent: rounds do not wait for it"]
-    assert stays.machine.news == ["island late joins"]
+    assert (first["loss"], first["waited"], first["step"]) == (2.5, 0.25, 4 * STEPS)
+    assert (first["part_in_rounds"], first["late_parts"]) == (1.0, 0)
+    assert [slot["merged"] for slot in rows(found, "slots")] == [4 * STEPS] * 2
+    assert [slot["rounds_since_last_part"] for slot in rows(found, "slots")] == [0, 0]
+    json.loads(json.dumps(found), parse_constant=pytest.fail)
+    text = render(found, "store")
+    for shown in ("80 of 1,000,000", "20 tokens/s", "3.2500 at 30 tokens", "8 Mbit/s"):
+        assert shown in text
 
 
-def test_an_island_that_restarts_does_not_ask_for_a_slot() -> None:
-    """It takes that of its earlier start, also while its record is on the way."""
-    world, said = World(Plan(steps=200, slots=2, begin=2, expiry=2.0)), set[str]()
-    dies = [world.start(f"i{number}") for number in range(2)][1]
-    world.after(5.0, lambda: setattr(dies, "alive", False))
-    again = world.start("i1", at=6.0)
-    for tick in range(300):
-        world.after(6.0 + tick / 100, lambda: said.add(again.waits_for()))
-    world.run()
-    assert said == {""}
+def test_it_is_a_function_of_what_was_read() -> None:
+    run = WrittenRun()
+    run.rounds(3)
+    assert seen(run) == seen(run)
+    assert past_of(run.state) == past_of(msgspec.convert(msgspec.to_builtins(run.state), Decision))
 
 
-def test_an_island_was_away_if_its_signs_of_life_stop_for_long() -> None:
-    stay = Stay("a", [[0.0, 0.0]])
-    for at in (*range(1, 100), 99.5, *range(110, 120)):
-        stay.see(float(at))
-    assert stay.spans == [[0.0, 99.5], [110.0, 119.0]]
-    rare = Stay("a", [[0.0, 0.0]])
-    for minute in range(1, 9):
-        rare.see(60.0 * minute)
-    assert rare.spans == [[0.0, 480.0]], "it has long cycles"
+def test_the_keys_stay_what_they_are() -> None:
+    """Programs read them."""
+    run = WrittenRun()
+    run.rounds(1)
+    found = seen(run)
+    assert {"run", "connection", "phase", "total_tokens", "tokens_merged", "tokens_per_second"} | {
+        *("eta_seconds", "last_merged", "loss", "loss_at_tokens", "verdicts", "kept_samples"),
+        *("islands", "fragments", "slots", "news"),
+    } == found.keys()
+    assert set(rows(found)[0]) == {
+        *("island", "slot", "doing", "for_seconds", "site", "tokens_per_second", "waited", "loss"),
+        *("round_trip_seconds", "upload_bytes_per_second", "step", "tokens", "leaving"),
+        *("part_in_rounds", "late_parts", "left_out", "left_out_reason"),
+        *("heard_seconds_ago", "incarnation"),
+    }
+    assert set(rows(found, "fragments")[0]) == {
+        *("fragment", "version", "merged_seconds_ago", "open", "open_seconds", "waits_for"),
+        "waiting",
+    }
+    assert set(rows(found, "slots")[0]) == {
+        *("slot", "owner", "merged", "lost", "waiting", "read_twice", "part_in_rounds"),
+        "rounds_since_last_part",
+    }
 
 
-def test_long_histories_are_thinned() -> None:
-    points = list[int]()
-    for number in range(20 * MOST_POINTS):
-        append_thinned(points, number)
-    assert len(points) <= MOST_POINTS
-    assert points == sorted(points)
-    assert points[0] == 0
-    assert points[-1] == 20 * MOST_POINTS - 1
+def test_what_islands_do() -> None:
+    run = WrittenRun()
+    run.rounds(2)
+    run.train(A)
+    run.note(C, wish="join")
+    run.note("d/0000")
+    run.pass_time(0.3)
+    full = WrittenRun(slots=2)
+    full.rounds(1)
+    full.note(C, wish="join")
+    full.pass_time(0.3)
+    assert doing(seen(full))["c"] == "waits for a slot"
+    assert doing(seen(run))["d"] == "joins"
+    run.state.told[A] = LEAVE
+    assert doing(seen(run))["a"] == "leaves"
+    run.state.told = {"d/0000": BARRED}
+    assert doing(seen(run))["d"] == "refused: evicted"
+    run.state.told = {B: SICK}
+    assert seen(run)["verdicts"] == ["b: its numbers are repeatedly wrong"]
+    run.train(B, sends=False, is_idle=True)
+    run.pass_time(0.2)
+    assert doing(seen(run))["b"] == "leaves"
+    run.state.fragments[0].clock = 10**6
+    assert doing(seen(run))["b"] == "sends its last work"
+    run.state.ended = True
+    assert set(doing(seen(run)).values()) == {"done"}
+    assert seen(run)["phase"] == "ended"
+    assert seen(run)["verdicts"] == []
 
 
-def test_metrics_can_be_parsed_and_names_are_escaped() -> None:
-    name = 'a"<b>\\'
-    log = Log()
-    log.take(1, f"{name}/1", "b")
-    log.round(10, 20)
-    members = Members(5.0, 60.0)
-    members.connect(0.0)
+def test_an_island_that_is_silent_or_stands_still_is_named() -> None:
+    run = WrittenRun()
+    run.rounds(2)
+    for _ in range(20):
+        run.train(A)
+        run.note(B, step=2 * STEPS)  # it writes notes, and trains no longer
+        run.pass_time(1.0)
+    still = seen(run)
+    assert doing(still)["b"] == "completes no step"
+    since = rows(still)[1]["for_seconds"]
+    assert isinstance(since, float)
+    assert 19 <= since <= 22
+    assert still["verdicts"] == ["b: hung outside communication"], "longer than slot_seconds"
+    for _ in range(8):
+        run.train(A)
+        run.pass_time(1.0)
+    gone = seen(run)
+    assert doing(gone) == {"a": "trains", "b": "gone"}
+    assert gone["verdicts"] == ["b: stopped"]
+    assert gone["tokens_per_second"] == 10
+    run.pass_time(2 * SILENT)
+    assert seen(run)["phase"] == "no island is connected"
+
+
+def test_a_new_syncer_knows_who_is_gone() -> None:
+    """An island that died before it began has no note that it reads."""
+    run = WrittenRun(founded())
+    for _ in range(10):
+        run.train(A)
+        run.pass_time(1.0)
+    assert doing(seen(run)) == {"a": "trains", "b": "gone"}
+
+
+def test_what_a_round_waits_for() -> None:
+    run = WrittenRun()
+    run.rounds(2)
+    run.merges_last = True
+    run.train(A)
+    run.pass_time(0.3)
+    run.syncer.rounds[0].waiting.clear()  # as if it had been read a moment before
+    found = seen(run)
+    (row,) = rows(found, "fragments")
+    assert row["open"]
+    assert row["waits_for"] == ["b"]
+    assert row["waiting"] == 1
+    assert rows(found, "slots")[0]["waiting"] == STEPS
+    assert rows(seen(run, opened={0: 1.5}), "fragments")[0]["open_seconds"] == 1.5
+
+
+def test_phases_of_a_run() -> None:
+    assert overview(View())["phase"] == "nothing has been written yet"
+    founding = founded()
+    founding.fragments, founding.founder = [], "a/0000"
+    found = overview(View(founding))
+    assert found["phase"] == "waits for island a to store the first copies"
+    assert found["total_tokens"] == 10_000
+    render(found, "store")
+    run = WrittenRun(founded((A,), start_with=2))
+    run.state.begun = False
+    assert seen(run)["phase"] == "waits for islands: 1 of 2 are there"
+    run.rounds(1, A)
+    stale = seen(run, still=12.0)
+    assert stale["phase"] == ("no syncer decides since 12 s: islands train on, nothing is merged")
+    assert seen(run, still=12.0, problem="cannot be reached since 12 s")["phase"] == "running"
+    run.state.stopped = True
+    assert seen(run)["phase"] == "its syncer was stopped: islands train on, and nothing is merged"
+
+
+def test_metrics_keep_their_names_and_have_bounded_labels() -> None:
+    run = WrittenRun()
+    run.rounds(2, validated=(10, 2.25))
     for number in range(50):
-        members.hear(island(f"joiner{number}"), 9.0)
-    members.hear(island("a", loss=math.nan, validated=(7, 2.5)), 9.0)
-    history = read_log(log.raw)[1]
-    found = {"run": "r", "connection": "ok"} | overview(log.state, members, history, 9.5, 100.0)
-    lines = metrics(found).splitlines()
+        run.note(f"joiner{number}/0000", wish="join")
+    lines = metrics(seen(run)).splitlines()
     samples = [line for line in lines if not line.startswith("# TYPE ")]
     assert all(SAMPLE.fullmatch(line) for line in samples), samples
-    names = [line.rpartition(" ")[0] for line in samples]
-    assert len(names) == len(set(names))
     assert 'islands_island_trains{island="a"} 1.0' in samples
-    assert r'islands_island_trains{island="a\"<b>\\"} 0.0' in samples
-    assert "islands_run_loss 2.5" in samples
-    assert "joiner" not in "".join(samples), "labels are bounded"
-    page = html_page(found, list(history.stays.values()), history.losses, at=100.0)
-    assert "<b>\\" not in page.replace("<b>a</b>", "")
-    assert "a&#34;&lt;b&gt;\\" in page
-    assert "joiner49" in page
+    assert "islands_run_loss 2.25" in samples
+    assert 'islands_fragment_version{fragment="0"} 2.0' in samples
+    assert "joiner" not in "".join(samples)
 
 
-def test_gauges_measure_the_latest_steps() -> None:
-    gauges = Gauges()
-    assert gauges.read("oslo", None) == Numbers("oslo")
-    for step in range(100):
-        gauges.waited = 0.5 * step
-        gauges.finish_step(100 * step, 2.0 * step)
-    found = gauges.read("oslo", 0.1)
-    assert (found.tokens_per_second, found.waited, found.round_trip_seconds) == (50, 0.25, 0.1)
+def test_late_and_refused_parts_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "BIN_SECONDS", SOON)
+    run = WrittenRun()
+    run.rounds(3)
+    late = run.part(1, samples=STEPS)
+    run.rounds(2, A)
+    run.note(B, late, step=5 * STEPS)
+    run.train(A)
+    run.pass_time(2.0)
+    run.note(B, run.part(1, start=1), step=6 * STEPS)
+    run.train(A)
+    run.pass_time(SOON)
+    found = seen(run)
+    assert {row["island"]: row["late_parts"] for row in rows(found)} == {"a": 0, "b": 1}
+    past = past_of(run.state, run.history)
+    (stay,) = [stay for stay in past.stays if stay.name == "b"]
+    assert (stay.late_parts, len(stay.late)) == (1, 1)
+    assert 0 <= stay.late[0] - past.began <= SOON
+    assert "parts of b: 1 refused" in [text for _, text in past.news]
+
+
+def test_parts_that_are_left_out_and_a_run_that_merges_nothing_are_shown() -> None:
+    """Such as with `fastest` set too low."""
+    run = WrittenRun()
+    run.rounds(2)
+    assert "left out" not in render(seen(run), "store")
+    for _ in range(40):
+        for one in (A, B):
+            run.train(one, sends=False)
+        run.note(A, run.part(0, samples=10**5), step=run.steps[A])
+        run.pass_time(1.0)
+    found = seen(run)
+    first, second = rows(found)
+    assert first["left_out"] == 40
+    assert first["left_out_reason"] == "too long"
+    assert second["left_out"] is None
+    assert doing(found) == {"a": "trains", "b": "trains"}
+    assert str(found["phase"]).startswith("nothing was merged for ")
+    assert str(found["phase"]).endswith(" s, although islands train")
+    assert found["eta_seconds"] is None
+    text = render(found, "store")
+    assert "40: too long" in text
+    assert "ETA" not in text
+    run.rounds(1)
+    merged = seen(run)
+    assert merged["phase"] == "running"
+    assert merged["eta_seconds"] is not None
+    assert rows(merged)[0]["left_out"] == 40
+    assert rows(merged)[0]["left_out_reason"] is None
+
+
+def test_islands_that_have_just_come_have_time_for_a_first_version() -> None:
+    run = WrittenRun()
+    run.rounds(2)
+    run.pass_time(100.0)
+    run.train(A)
+    run.note("b/1111", wish="join")
+    for _ in range(5):
+        run.train(A, sends=False)
+        run.pass_time(0.5)
+    assert seen(run)["phase"] == "running"
+
+
+def test_lanes_and_news_of_a_history() -> None:
+    run = WrittenRun(founded((A,), slots=2), wall=1000.0)
+    for second in range(60):
+        run.train(A)
+        if 10 <= second < 20 or second >= 40:
+            run.note(B, wish="join" if second in (10, 11) else "", step=second)
+        if second == 50:
+            run.note(B, wish="give", step=second)
+        run.pass_time(1.0)
+    past = past_of(run.state)
+    assert past.began == pytest.approx(1000.0)
+    assert [stay.name for stay in past.stays] == ["a", "b"]
+    first, second_stay = past.stays
+    assert first.spans == [[pytest.approx(1000.0, abs=1), pytest.approx(1060.0, abs=1)]]
+    begins = [round(begin - 1000) for begin, _ in second_stay.spans]
+    ends = [round(end - 1000) for _, end in second_stay.spans]
+    assert begins == [pytest.approx(10, abs=1), pytest.approx(40, abs=1)]
+    assert ends == [pytest.approx(19, abs=1), pytest.approx(50, abs=1)]
+    assert second_stay.ended == "left"
+    texts = [text for _, text in past.news if not text.startswith("a syncer")]
+    assert texts == ["b joins", "b is silent", "b is heard again", "b leaves"]
+
+
+# --- read from a folder ---------------------------------------------------------------------------
+
+
+def test_a_reader_sees_what_was_before_the_syncer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "BIN_SECONDS", SOON)
+    run = WrittenRun()
+    for number in range(12):
+        run.rounds(5, validated=(10 * number, 4.0 - number / 10))
+    assert len(run.history) >= 2
+    run.write(tmp_path)
+    with reading(tmp_path) as reader:
+        assert len(reader.view().past.losses) == 12
+        assert len(reader.view().past.intervals["a"]) == len(run.history) + 1
+    monkeypatch.setattr(reader, "NEWEST_BINS", 1)
+    with reading(tmp_path, whole=False) as reader:
+        assert len(reader.view().past.intervals["a"]) == 2
+    (tmp_path / "history" / "000000").write_bytes(b"damaged")
+    with reading(tmp_path) as reader:
+        assert len(reader.view().past.intervals["a"]) == len(run.history), "the others"
+
+
+def test_status_prints_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = WrittenRun()
+    run.rounds(2)
+    run.write(tmp_path)
+    assert main(["status", "--join", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["location"] == str(tmp_path)
+    assert found["tokens_merged"] == 4 * STEPS
+    assert main(["status", "--join", str(tmp_path)]) == 0
+    assert "run r: running; store: ok" in capsys.readouterr().out
+
+
+def test_watch_goes_on_without_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = WrittenRun()
+    run.rounds(1)
+    run.write(tmp_path / "store")
+    refreshed = list[float]()
+
+    def sleep(seconds: float) -> None:
+        refreshed.append(seconds)
+        if len(refreshed) == 1:
+            (tmp_path / "store").rename(tmp_path / "away")
+            (tmp_path / "store").mkdir()
+        if len(refreshed) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(reader, "PATIENCE", 0.0)
+    monkeypatch.setattr("torchtitan_diloco.islands.reader.time.sleep", sleep)
+    assert main(["watch", "--join", str(tmp_path / "store")]) == 128 + signal.SIGINT
+    shown = capsys.readouterr().out.split("run r: ")[1:]
+    assert ["store: ok" in text for text in shown] == [True, False, False]
+    assert all("40 of" in text or "20 of" in text for text in shown), "what was read before"
+
+
+def test_status_says_that_no_syncer_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "LISTEN_SECONDS", 0.1)
+    monkeypatch.setattr("torchtitan_diloco.islands.overview.STALE_SECONDS", 0.05)
+    monkeypatch.setattr(reader, "STALE_SECONDS", 0.05)
+    run = WrittenRun()
+    run.rounds(1)
+    run.write(tmp_path)
+    time.sleep(0.1)
+    with reader.open_reader(str(tmp_path)) as opened:
+        assert opened.overview()["phase"].startswith("no syncer decides since")
+
+
+def test_a_store_that_goes_away_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    run = WrittenRun()
+    run.rounds(1)
+    run.write(folder)
+    with reading(folder) as opened:
+        folder.rename(tmp_path / "away")
+        folder.mkdir()
+        for _ in range(2):
+            with pytest.raises(AwayError):
+                opened.read()
+        found = opened.overview()
+        assert found["connection"].startswith("cannot be reached since")
+        assert found["tokens_merged"] == 2 * STEPS, "what was read before"
+        folder.rmdir()
+        (tmp_path / "away").rename(folder)
+        opened.read()
+        assert opened.overview()["connection"] == "ok"
+
+
+def test_notes_of_strangers_do_no_harm(tmp_path: Path) -> None:
+    run = WrittenRun()
+    run.rounds(1)
+    run.notes["stranger/0000"] = b"\xff"
+    run.notes |= {f"x{number}/0000": b'[1,"join"]' for number in range(200)}
+    run.notes[A] = run.notes[A].replace(b"2.5", b"1e999")
+    run.write(tmp_path)
+    with reading(tmp_path) as opened:
+        found = opened.overview()
+    assert len(found["islands"]) <= 2 + reader.MOST_JOINING
+    assert isinstance(opened.view().notes[A], Note)
+
+
+@pytest.mark.parametrize("place", ["missing", "file.toml", "ftp://host/x"])
+def test_a_wrong_location_is_one_line(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.toml").write_text("location = 3\n")
+    for words in (["status"], ["watch"], ["leave", "a"], ["evict", "a"], ["change", "x", "1"]):
+        assert main([*words, "--join", place]) == USER_ERROR
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert said.count("\n") == 1
+
+
+def test_the_commands_do_not_import_torch(tmp_path: Path) -> None:
+    run = WrittenRun()
+    run.rounds(1)
+    run.write(tmp_path)
+    program = (
+        "import sys; from torchtitan_diloco.islands.__main__ import main\n"
+        f"assert main(['status', '--json', '--join', {str(tmp_path)!r}]) == 0\n"
+        "import torchtitan_diloco.islands.page\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY, timeout=60)

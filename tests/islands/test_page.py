@@ -1,70 +1,57 @@
-"""The page of a run over HTTP, from a real server of a run."""
+"""The page of a run in a store over HTTP, and its report."""
 
 import base64
 import signal
 import subprocess
-import threading
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.islands.running import TOKENS, Island, started
-from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
-from tests.islands.test_serve import COMMAND, serving
-from tests.islands.written import Log
+from tests.diloco.toy import config
+from tests.islands.rules.desk import A
+from tests.islands.trainees import TOKENS, Trainee
+from tests.islands.written_run import WrittenRun, reading
 from tests.report.test_page_in_browser import BROWSER, PHONE, measure
+from tests.waiting import wait_until
 from torchtitan_diloco.base.user import USER_ERROR, UserError
-from torchtitan_diloco.islands.members import Hint, Numbers
-from torchtitan_diloco.islands.page import PageServer
-from torchtitan_diloco.islands.page_server import html_page, page_address
-from torchtitan_diloco.islands.reader import open_reader
-from torchtitan_diloco.islands.server import Server
-from torchtitan_diloco.report.page import html_page as report_page
+from torchtitan_diloco.islands.config import run_of
+from torchtitan_diloco.islands.overview import View, overview
+from torchtitan_diloco.islands.page import RunPages, serve_page
+from torchtitan_diloco.islands.page_server import PageServer, html_page
+from torchtitan_diloco.islands.rules import history
+from torchtitan_diloco.report import page as report
 from torchtitan_diloco.report.run_records import open_runs
 
-need_server()
+SOON = 20.0
+LOGIN = "lab", "secret"
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    """A server with the log of a run, in which the island "a" beats."""
-    log, ended = Log(), threading.Event()
-    log.round(10, 30)
-    with running_server(tmp_path / "server") as found, Listener(found.join, "a") as listener:
-        for raw in log.raw:
-            listener.connection.append(raw)
-        listener.read_to(len(log.raw))
-        numbers = Numbers("oslo", 123.0, 0.25, 2.5, (40, 2.25), 0.01, 1e6)
-
-        def beat() -> None:
-            while not ended.wait(0.1):
-                listener.connection.beat(Hint("a", 5, 500, 0.25, caught_up=True, numbers=numbers))
-
-        thread = threading.Thread(target=beat)
-        thread.start()
-        yield found
-        ended.set()
-        thread.join()
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a run in which the island b was away for a while."""
+    monkeypatch.setattr(history, "BIN_SECONDS", SOON)
+    run = WrittenRun(wall=time.time() - 60)
+    for number in range(12):
+        names = (A,) if 4 <= number < 7 else ()
+        run.rounds(5, *names, validated=(10 * number, 4.0 - number / 10))
+    run.write(tmp_path / "store")
+    return tmp_path / "store"
 
 
-@pytest.fixture
-def page(server: Server) -> Iterator[PageServer]:
-    found = PageServer(server, *page_address("0"))
-    yield found
-    found.close()
-
-
-def get(page: PageServer, path: str, login: str | None) -> tuple[int, str, bytes]:
-    request = urllib.request.Request(page.url + path)
+def get(url: str, login: tuple[str, str] | None = None, host: str = "") -> tuple[int, str, bytes]:
+    request = urllib.request.Request(url)
     if login is not None:
-        encoded = base64.b64encode(login.encode()).decode()
+        encoded = base64.b64encode(":".join(login).encode()).decode()
         request.add_header("Authorization", f"Basic {encoded}")
+    if host:
+        request.add_header("Host", host)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.headers["Content-Type"], answer.read()
@@ -72,128 +59,194 @@ def get(page: PageServer, path: str, login: str | None) -> tuple[int, str, bytes
         return error.code, error.headers["WWW-Authenticate"], error.read()
 
 
-def test_the_page_needs_the_password_of_a_site(server: Server, page: PageServer) -> None:
-    password = server.settings.sites["island"]
-    refused = 401, 'Basic realm="islands"', b""
-    for login in (None, "island:wrong", "island:", f"other:{password}", f"{password}", ":"):
-        for path in ("/", "/metrics", "/none"):
-            assert get(page, path, login) == refused, login
-    admin = f"admin:{server.settings.admin_password}"
-    assert get(page, "/", admin) == refused, "it is of no site"
-    for header in ("Basic", "Basic !", "Basic /w==", "Basic é", f"Bearer {password}", "x" * 999):
-        assert not page.allows(header)
-    login = f"island:{password}"
-    assert get(page, "/none", login)[0] == 404
-    wait_until(lambda: b"oslo" in get(page, "/", login)[2], "the heartbeat")
-    status, kind, content = get(page, "/", login)
-    text = content.decode()
-    assert (status, kind) == (200, "text/html")
-    for shown in ("trains", "123", "25%", "10.0 ms", "8 Mbit/s", "2.2500 at 40 tokens", "b joins"):
-        assert shown in text
-    assert password not in text
-    status, _, content = get(page, "/metrics", login)
-    assert status == 200
-    assert b'islands_island_tokens_per_second{island="a"} 123.0\n' in content
-    server.settings.sites = {"other": "password"}
-    assert get(page, "/", login) == refused, "the site has no login any more"
+def shows(url: str, text: str) -> bool:
+    return text.encode() in get(url)[2]
 
 
-def test_serve_with_a_page_ends_without_a_word(tmp_path: Path) -> None:
-    with serving("--folder", tmp_path, "--port", free_port(), "--http", "0") as found:
-        assert found.process.stdout is not None
-        lines = iter(found.process.stdout.readline, "")
-        url = next(line for line in lines if line.startswith("page of the run: "))
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(url.split()[4].rstrip(","), timeout=60)
-        found.process.send_signal(signal.SIGTERM)
-        assert found.wait() == (0, "")
+def test_the_page_shows_what_was_before_this_syncer(folder: Path) -> None:
+    with closing(serve_page(str(folder), "0")) as page:
+        wait_until(lambda: shows(page.url, "b is heard again"), "the history")
+        status, kind, content = get(page.url)
+        assert (status, kind) == (200, "text/html")
+        text = content.decode()
+        for shown in (
+            "b is silent",
+            "trains",
+            "oslo",
+            "2.9000 at 110 tokens",
+            "loss of the shared",
+        ):
+            assert shown in text
+        assert text.count('title="b: ') == 2, "two bars"
+        assert "2.9000 to 4.0000" in text, "the losses of all bins"
+        status, kind, content = get(f"{page.url}/metrics")
+        assert (status, kind) == (200, "text/plain; version=0.0.4")
+        assert b'islands_island_step{island="a"} 600.0\n' in content
+        assert get(f"{page.url}/none")[0] == 404
 
 
-def test_a_port_that_is_taken_is_one_line(tmp_path: Path, page: PageServer) -> None:
-    port = page.server_port
-    words = [*COMMAND, "serve", "--folder", tmp_path / "a", "--port", free_port(), "--http", port]
-    ended = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=REPOSITORY)
-    assert (ended.returncode, ended.stdout) == (USER_ERROR, "")
-    reason = "Address already in use; give a free port, and an address of this machine"
-    assert ended.stderr == f"error: --http 127.0.0.1:{port}: {reason}\n"
-    for address in ("x", "1:", "99999", "::1", "::1:80"):
-        with pytest.raises(UserError, match=f"--http {address}: give a port, HOST:PORT or "):
-            page_address(address)
+def test_without_logins_only_this_machine_may_read(folder: Path) -> None:
+    """A page in a browser whose name resolves to the loopback may not."""
+    with closing(serve_page(str(folder), "localhost:0")) as page:
+        for host in ("127.0.0.1", "localhost:80", "[::1]:8080"):
+            assert get(page.url, host=host)[0] == 200, host
+        for host in ("example.org", "127.0.0.1.example.org", "a@b", "["):
+            assert get(page.url, host=host)[0] == 401, host
+    for address in ("0.0.0.0:0", "[::]:0"):
+        with pytest.raises(UserError, match="forward it with `ssh -L`"):
+            serve_page(str(folder), address)
 
 
-def test_an_address_of_ipv6_is_in_brackets(server: Server) -> None:
-    page = PageServer(server, *page_address("[::1]:0"))
+def test_the_page_needs_a_login(folder: Path) -> None:
+    logins = dict([LOGIN])
+    pages = RunPages(folder)
+    with closing(PageServer(pages, "127.0.0.1", 0, logins=lambda: logins)) as page:
+        for wrong in (None, ("lab", "wrong"), ("lab", ""), ("other", "secret"), ("", "")):
+            assert get(page.url, wrong) == (401, 'Basic realm="islands"', b""), wrong
+        assert get(page.url, LOGIN)[0] == 200
+        del logins["lab"]
+        assert get(page.url, LOGIN)[0] == 401, "it was revoked"
+
+
+def test_a_join_file_gives_the_login_of_the_page(tmp_path: Path) -> None:
+    join = tmp_path / "join.toml"
+    join.write_text(
+        'location = "s3://islands"\nendpoint = "http://127.0.0.1:1"\n'
+        f'access_key_id = "{LOGIN[0]}"\nsecret_access_key = "{LOGIN[1]}"\n'
+    )
+    pytest.importorskip("obstore")
+    with closing(serve_page(str(join), "0")) as page:
+        assert get(page.url)[0] == 401
+        status, _, content = get(page.url, LOGIN)
+        assert status == 200
+        assert b"read" in content
+        assert LOGIN[1].encode() not in content
+
+
+def test_a_page_waits_for_its_run(tmp_path: Path) -> None:
+    folder = tmp_path / "later"
+    with closing(serve_page(str(folder), "0")) as page:
+        wait_until(lambda: shows(page.url, "the run cannot be read"), "the error")
+        run = WrittenRun()
+        run.rounds(1)
+        run.write(folder)
+        wait_until(lambda: shows(page.url, "trains"), "the run")
+
+
+def test_the_page_of_an_empty_location_says_that_there_is_no_run() -> None:
+    text = html_page(overview(View()), [], [], at=0.0)
+    assert "<title>no run yet</title>" in text
+    assert "<h1>no run yet</h1>\n<p>nothing has been written yet; " in text
+
+
+@contextmanager
+def sync(store: Path, scratch: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """Yield the command of a syncer, and the address of its page."""
+    words = [sys.executable, "-m", "torchtitan_diloco", "islands", "sync", str(store)]
+    words += ["--scratch", str(scratch), "--http", "0"]
+    process = subprocess.Popen(
+        words, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
-        assert page.url == f"http://[::1]:{page.server_port}"
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(page.url, timeout=60)
+        assert process.stdout is not None
+        begin = "page of the run: "
+        line = next(line for line in process.stdout if line.startswith(begin))
+        yield process, line.removeprefix(begin).strip()
     finally:
-        page.close()
+        process.kill()
+        process.communicate()
 
 
-def test_other_machines_get_it_encrypted(server: Server) -> None:
-    page = PageServer(server, "0.0.0.0", 0)
+def stop(islands: list[Trainee]) -> None:
+    for one in islands:
+        one.stop.set()
+    for one in islands:
+        one.thread.join(120)
+
+
+def test_the_page_of_a_syncer_that_was_started_again(tmp_path: Path) -> None:
+    """With live processes: two islands train, and the syncer is killed."""
+    store, chosen = tmp_path / "store", config(2, delay=1)
+    islands = [Trainee(store, name, chosen, total_tokens=10**9, step_seconds=0.02) for name in "ab"]
+    for one in islands:
+        one.peers.gauges.loss = 2.5
+        one.peers.gauges.validated = TOKENS, 2.25
+        one.thread.start()
     try:
-        assert page.url.startswith("https://0.0.0.0:")
-        request = f"https://127.0.0.1:{page.server_port}/"
-        with pytest.raises(urllib.error.URLError, match="certificate"):
-            urllib.request.urlopen(request, timeout=60)
+        with sync(store, tmp_path / "scratch") as (first, url):
+            wait_until(lambda: shows(url, "b joins") and shows(url, "2.5000"), "both islands")
+            assert not shows(url, "a syncer decides"), "as the first one has founded the run"
+            first.kill()
+            first.wait()
+        with sync(store, tmp_path / "scratch") as (second, url):
+            wait_until(lambda: shows(url, "a syncer decides"), "the second one")
+            wait_until(lambda: shows(url, "2.2500 at 100 tokens"), "the loss")
+            text = get(url)[2].decode()
+            assert "b joins" in text
+            assert "running" in text
+            assert get(f"{url}/metrics")[2].count(b"islands_island_trains") == 3
+            stop(islands)
+            second.send_signal(signal.SIGTERM)
+            assert second.wait(60) == 0
     finally:
-        page.close()
+        stop(islands)
+    with reading(store) as reader:
+        rows = reader.overview()["islands"]
+        assert reader.view().decision is not None
+    assert all(row["tokens_per_second"] is None or row["tokens_per_second"] > 0 for row in rows)
 
 
-def test_the_server_says_when_a_round_was_merged(server: Server) -> None:
-    time.sleep(1.0)
-    began = time.time()
-    with open_reader(server.join) as reader:
-        assert reader.history.merged[0][1] <= began - 1.0
-        assert reader.history.stays["a"].spans[0][0] <= began - 1.0
+# --- report ---------------------------------------------------------------------------------------
 
 
-def test_a_report_of_the_join_file_is_of_the_run(server: Server) -> None:
-    (run,) = open_runs([server.join_file()])
-    text = report_page([run])
-    for shown in ("40 of 100 (40.0%)", "2.2500 at 40 tokens", "2 islands", "Islands of test"):
-        assert shown in text
+def test_a_report_of_a_location_needs_no_records(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "report.html"
+    assert report.main([str(folder), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    text = out.read_text()
+    for shown in (
+        *("2 islands", "Islands of r", "Loss of r", "Training loss of the islands of r"),
+        *("Merged tokens of r", "What happened", "b is silent", "of 1,000,000"),
+        "2.9000 at 110 tokens",
+    ):
+        assert shown in text, shown
+    assert "has not logged a step" not in text
+    (run,) = open_runs([folder])
+    assert run.history is not None
+    assert run_of(str(folder)) in run.history.ids
+    with reading(folder) as reader:
+        assert reader.decision is not None
+        merged = [slot.ledgers[0].number for slot in reader.decision.slots]
+    assert [stay.parts for stay in run.stays] == merged
 
 
-def test_islands_say_how_fast_they_are(tmp_path: Path) -> None:
-    keys = "tokens_per_second", "loss", "waited", "round_trip_seconds", "upload_bytes_per_second"
-    with running_server(tmp_path / "server") as found:
-        islands = [Island(found.join, name, steps=10**6, step_seconds=0.02) for name in "ab"]
-        for island in islands:
-            island.peers.gauges.loss = 2.5
-            island.peers.gauges.validated = 1, 2.25
-        with started(*islands), open_reader(found.join) as reader:
-
-            def rows() -> list[dict[str, Any]]:
-                reader.read(0.1)
-                return [
-                    row
-                    for row in reader.overview()["islands"]
-                    if row["doing"] == "trains" and all(row.get(key) is not None for key in keys)
-                ]
-
-            wait_until(lambda: len(rows()) == 2, "all numbers")
-            wait_until(lambda: reader.history.losses == [(1, 2.25)] * 2, "the loss")
-            assert {row["site"] for row in rows()} == {"island"}
-            for row in rows():
-                assert 0 < row["tokens_per_second"] <= TOKENS / 0.02
-                assert 0 <= row["waited"] < 1
-            assert {stay.ended for stay in reader.history.stays.values()} == {""}
+def test_a_report_of_nothing_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("obstore")
+    for place, why in (
+        (str(tmp_path / "missing"), "it does not exist"),
+        (str(tmp_path), "it has no worker-0/metrics.jsonl"),
+        ("s3://user:secret@bucket", "remove it"),
+        ("ftp://bucket", "it is not"),
+    ):
+        assert report.main([place]) == USER_ERROR
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1, said
+        assert "secret" not in said
+        assert why in said or place.startswith("ftp")
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
-def test_the_page_fits_a_telephone(server: Server, tmp_path: Path) -> None:
-    with open_reader(server.join) as reader:
-        reader.read(1.0)
-        reader.history.losses += [(10.0 * n, 3 / (1 + n)) for n in range(9)]
-        history = reader.history
-        began = history.stays["a"].spans[0][0]
-        stays = list(history.stays.values())
-        text = html_page(reader.overview(), stays, history.losses, at=began)
-    for number in range(2):
-        (tmp_path / f"report{number}.html").write_text(text.replace('http-equiv="refresh"', ""))
-    for seen in measure(tmp_path, PHONE):
+def test_pages_fit_a_telephone(folder: Path, tmp_path: Path) -> None:
+    with reading(folder) as reader:
+        past = reader.view().past
+        text = html_page(reader.overview(), past.stays, past.losses, at=time.time())
+    shown = tmp_path / "shown"
+    shown.mkdir()
+    (shown / "report0.html").write_text(text.replace('http-equiv="refresh"', ""))
+    report.main([str(folder), "--out", str(shown / "report1.html")])
+    for seen in measure(shown, PHONE):
         assert (seen["viewport"], seen["too_wide"], seen["loads"]) == (PHONE[0], [], [])
-        assert len(seen["widths"]) == 1

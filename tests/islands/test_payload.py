@@ -25,10 +25,10 @@ from torchtitan_diloco.islands.payload import (
     read_header,
     write_header,
 )
+from torchtitan_diloco.islands.rules.fields import MalformedError
+from torchtitan_diloco.islands.rules.note import Part
+from torchtitan_diloco.islands.rules.settings import Settings
 from torchtitan_diloco.islands.scratch import FragmentState, Scratch
-from torchtitan_diloco.islands_store.fields import MalformedError
-from torchtitan_diloco.islands_store.note import Part
-from torchtitan_diloco.islands_store.settings import Settings
 
 SHAPES = [(1031, 257), (1, 1), (7, 3)]
 """More than two pieces, and rows that no number of ranks divides."""

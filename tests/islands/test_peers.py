@@ -1,366 +1,414 @@
-"""Islands around a real model and a real server, in threads of one process."""
+"""Islands in a folder: they found, join, leave, return and end."""
 
-import os
-import re
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from hashlib import sha256
-from itertools import count
+from functools import partial
+from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
-from tests.islands.running import FP4, TOKENS, Island, same, started
-from tests.islands.servers import PATIENCE, need_server, wait_until
-from tests.processes import ProcessPool, with_instructions
-from torchtitan_diloco.diloco import Beginning, DiLoCoConfig, Overlap, Quantization, StreamingDiLoCo
-from torchtitan_diloco.diloco import state_dict as saving
-from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.distributed.world import WORKER
-from torchtitan_diloco.islands import IslandPeers, Islands, connection
-from torchtitan_diloco.islands import peers as island_peers
-from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.ledger import Outcome
-from torchtitan_diloco.islands.reader import open_reader
-from torchtitan_diloco.islands.records import Part, decode, encode
-
-need_server()
-
-
-pytestmark = pytest.mark.usefixtures("soon_gone")
+from tests.diloco.toy import Net, config, full, inner_step, parameters, sgd
+from tests.islands.by_hand import newest, open_run, syncer
+from tests.islands.test_one_job import Versions, one_job
+from tests.islands.test_syncing import wait_for
+from tests.islands.trainees import SAMPLES, TOKENS, Trainee, trained
+from tests.processes import ProcessPool
+from torchtitan_diloco.base.user import PeersLostError, UserError
+from torchtitan_diloco.diloco import Beginning, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.state_dict import SHARED, SavedState
+from torchtitan_diloco.islands import peers
+from torchtitan_diloco.islands.config import Islands
+from torchtitan_diloco.islands.founding import JobCheckpoint
+from torchtitan_diloco.islands.instructions import IslandFencedError
+from torchtitan_diloco.islands.layout import hexadecimal
+from torchtitan_diloco.islands.peers import IslandPeers
+from torchtitan_diloco.islands.rules.note import JOIN
+from torchtitan_diloco.islands.seat import Seat
+from torchtitan_diloco.store import AwayError
 
 
-# --- lockstep -------------------------------------------------------------------------------------
+def same(one: Trainee, other: Trainee) -> None:
+    assert one.shared.keys() == other.shared.keys()
+    for name, value in one.shared.items():
+        assert torch.equal(value, other.shared[name]), name
 
 
-def _one_world(chosen: DiLoCoConfig, steps: int) -> dict[str, Tensor]:
-    """Return the shared parameters of two workers of one job."""
-    world, model = join(2), Net()
-    outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
-    optimizer = sgd(model)
-    for step in range(1, steps + 1):
-        inner_step(model, optimizer, world.worker, step)
-        outer.step(weight=TOKENS)
-    outer.drain()
-    return outer.global_state_dict()
+def test_two_islands_have_the_versions_of_one_job(processes: ProcessPool, tmp_path: Path) -> None:
+    chosen = config(8, delay=1)
+    results = processes.run(one_job, 2, chosen, [TOKENS, TOKENS])
+    store = tmp_path / "store"
+    total = 100 * 2 * TOKENS
+    pair = [Trainee(store, name, chosen, total_tokens=total, grace=60.0) for name in ("a", "b")]
+    found: list[Versions] = [{}, {}]
+    for one, versions in zip(pair, found, strict=True):
+
+        def look(_: int, one: Trainee = one, versions: Versions = versions) -> None:
+            for number, fragment in enumerate(one.peers.machine.fragments):
+                key = number, fragment.applied
+                versions.setdefault(key, one.peers.states[number].outer.clone())
+
+        one.on_step = look
+    with syncer(store, tmp_path / "scratch"), trained(*pair):
+        pass
+    for versions in found:
+        for key, value in results[0][0].items():
+            assert torch.equal(versions[key], value), key
+    same(*pair)
+    decision = newest(store)
+    assert decision.ended
+    assert decision.fragments[0].clock >= 100 * 2 * TOKENS
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        FP4,
-        replace(config(0, delay=0, mixing=0.0), quantization=Quantization(codec="fp32")),
-        replace(config(2, delay=5, mixing=0.5), quantization=Quantization(codec="int8")),
-        replace(
-            config(2, delay=1, name="sgd", lr=1.0),
-            quantization=Quantization("topk", top_values=8),
-        ),
-    ],
-    ids=["tau 1", "tau 0, one fragment, fp32", "tau 5, int8", "topk"],
-)
-def test_two_islands_have_the_bits_of_one_world(
-    processes: ProcessPool, server: Join, chosen: DiLoCoConfig
-) -> None:
-    one_world, _ = processes.run(_one_world, 2, chosen, 24)
-    islands = [Island(server, name, chosen) for name in ("a", "b")]
-    with started(*islands):
-        first, second = (island.finish() for island in islands)
-    assert (first.steps, second.steps) == (24, 24)
-    assert same(first.shared, second.shared)
-    assert same(first.shared, one_world)
-    assert all(round_.participants == 2 for round_ in first.rounds)
+def test_an_island_joins_leaves_and_returns(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    chosen = config(2, delay=1)
+    total = 150 * 2 * TOKENS
+    first = Trainee(store, "a", chosen, total_tokens=total, begin=1, step_seconds=0.01)
+    second = Trainee(store, "b", chosen, total_tokens=total, begin=1, step_seconds=0.01)
+    joins = threading.Event()
+    returned = list[Trainee]()
+
+    def leave(step: int) -> None:
+        if step == 20:
+            second.stop.set()
+
+    def begin(step: int) -> None:
+        if step == 10:
+            joins.set()
+
+    first.on_step = begin
+    second.on_step = leave
+    with syncer(store, tmp_path / "scratch"), trained(first):
+        assert joins.wait(60)
+        with trained(second):
+            pass
+        assert second.peers._link is None
+        saved = second.saved
+        returned.append(Trainee(store, "b", chosen, total_tokens=total, begin=1, saved=saved))
+        with trained(*returned):
+            pass
+    same(first, returned[0])
+    assert second.steps == 20
+    decision = newest(store)
+    assert decision.ended
+    assert sum(ledger.lost for slot in decision.slots for ledger in slot.ledgers) == 0
 
 
-# --- several ranks --------------------------------------------------------------------------------
-
-
-def _ranks(
-    server: Join, name: str, chosen: DiLoCoConfig, steps: int, dies_in: int = 0
-) -> dict[str, Tensor]:
-    """Train an island with several ranks. One is slow, and may die in an upload."""
-    connection.FIRST_CONNECTION_SECONDS = PATIENCE
-    world = join(1, int(os.environ["WORLD_SIZE"]))
-    model = sharded(world)
-    optimizer = sgd(model)
-    peers = IslandPeers(
-        Islands(str(server), name, slots=2, begin=1 if dies_in else 2, grace_seconds=60.0),
-        total_tokens=steps * 2 * TOKENS,
-        ranks=world.control,
-        tokens_per_step=TOKENS,
-        samples_per_step=2,
+def test_a_run_without_its_location_is_founded_again_only_if_asked(tmp_path: Path) -> None:
+    chosen = config(8, delay=1)
+    total = 60 * TOKENS
+    first = Trainee(tmp_path / "store", "a", chosen, total_tokens=total, begin=1, slots=1)
+    first.on_step = lambda step: first.stop.set() if step == 30 else None
+    with syncer(tmp_path / "store", tmp_path / "one"), trained(first):
+        pass
+    empty = tmp_path / "empty"
+    again = Trainee(empty, "a", chosen, total_tokens=total, begin=1, slots=1, saved=first.saved)
+    message = "the location is empty, and the checkpoint is of run"
+    with (
+        pytest.raises(UserError, match=message) as raised,
+        syncer(empty, tmp_path / "two"),
+        trained(again),
+    ):
+        pass
+    assert raised.value.__notes__ == [f"islands.join leads to {empty}"]
+    more = Trainee(
+        empty, "a", chosen, total_tokens=total, begin=1, slots=1, saved=first.saved, found=True
     )
-    outer = StreamingDiLoCo(model, peers, chosen, optimizer=optimizer)
-    encode, uploads = peers._encode, count(1)
-
-    def encode_or_die(*arguments: Any) -> Tensor:
-        if next(uploads) == dies_in and world.rank:
-            os._exit(1)
-        return encode(*arguments)
-
-    peers._encode = encode_or_die  # type: ignore[assignment]
-    seat = peers.join()
-    step = 0
-    try:
-        while not peers.finished:
-            step += 1
-            inner_step(model, optimizer, seat.slot, step)
-            time.sleep(0.02 * world.rank)
-            outer.step(weight=TOKENS)
-    except RuntimeError:
-        assert dies_in
-        return {}
-    outer.drain()
-    shared = {name: full(value) for name, value in outer.global_state_dict().items()}
-    outer.close()
-    return shared
+    with syncer(empty, tmp_path / "two"), trained(more):
+        pass
+    decision = newest(empty)
+    assert decision.run == newest(tmp_path / "store").run
+    assert decision.ended
+    assert more.steps < 60, "its clock goes on"
 
 
-def test_a_dead_rank_leaves_no_part(processes: ProcessPool, server: Join) -> None:
-    """A part is appended only after all ranks have encoded it and all chunks are stored."""
-    processes.run(_ranks, 2, server, "a", FP4, 1000, 5, dying={1})
-    parts: list[Part] = []
+def test_a_run_is_founded_from_the_checkpoint_of_a_job(tmp_path: Path) -> None:
+    """Its shared parameters, tokens and the places of its samples are those of the run."""
+    begun = replace(config(8), beginning=Beginning(length=20))
+    model = Net()
+    optimizer = sgd(model)
+    job = StreamingDiLoCo(model, None, begun, optimizer=optimizer)
+    for step in range(1, 21):
+        inner_step(model, optimizer, 0, step)
+        job.step(TOKENS)
+    shared = {name: full(value) for name, value in job.global_state_dict().items()}
+    state = job.state_dict()
+    tokens = 20 * TOKENS
+    options: dict[str, Any] = {
+        "total_tokens": 60 * TOKENS,
+        "saved": state,
+        "job": JobCheckpoint(tokens, position=20, entered=[10]),
+        "phases": [0.1],
+    }
+    store = tmp_path / "store"
+    refused = Trainee(store, "a", config(8), **options)
+    message = "the checkpoint is of a job: .* set --islands.found true"
+    with pytest.raises(UserError, match=message), syncer(store, tmp_path / "one"), trained(refused):
+        pass
+    pair = [Trainee(store, name, config(8), found=True, **options) for name in "ab"]
 
-    def note(outcome: Outcome) -> None:
-        if isinstance(outcome.record, Part):
-            parts.append(outcome.record)
+    def look(one: Trainee, seat: Seat) -> None:
+        assert (seat.position, seat.entered) == (20, (10,))
+        assert one.peers.clock == tokens
+        for name, value in one.outer.global_state_dict().items():
+            assert torch.equal(full(value), shared[name]), name
+        assert all(
+            torch.equal(value, shared[name]) for name, value in parameters(one.model).items()
+        )
 
-    with open_reader(server, note) as reader:
-        for part in parts:
-            assert part.chunks
-            assert reader.connection.fetch(part.chunks, "parts")
-    assert 1 <= len(parts) <= 4
+    for one in pair:
+        one.on_join = partial(look, one)
+    with syncer(store, tmp_path / "two"), trained(*pair):
+        pass
+    same(*pair)
+    decision = newest(store)
+    assert decision.ended
+    for number, fragment in enumerate(decision.fragments):
+        ledgers = [slot.ledgers[number] for slot in decision.slots]
+        merged = sum(ledger.taken - 20 - ledger.lost for ledger in ledgers)
+        assert fragment.clock == tokens + merged * TOKENS // SAMPLES
+    assert sum(one.steps for one in pair) < 60, "the job has taken some of its steps"
 
 
-def copies_of_island(server: str) -> dict[str, str]:
-    """Train in an island of one process, with larger batches. Return hashes of the shared copy."""
-    connection.FIRST_CONNECTION_SECONDS = PATIENCE
-    island = Island(Join.parse(server), "alone", tokens=3 * TOKENS)
-    with started(island):
-        return hashes(island.finish().shared)
+def test_an_island_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with syncer(store, tmp_path / "scratch"), open_run(store):
+        first = Trainee(store, "a", config(8), total_tokens=10**9, begin=1, facts={"data": "one"})
+        began = threading.Event()
+        first.on_step = lambda _: began.set()
+        with trained(first):
+            assert began.wait(60)
+            for chosen, facts, says in (
+                (config(8), {"data": "two"}, "data is two here and one in the run"),
+                (config(2), {"data": "one"}, "parameter-layout is"),
+            ):
+                other = Trainee(store, "b", chosen, total_tokens=10**9, begin=1, facts=facts)
+                with pytest.raises(UserError, match=says), trained(other):
+                    pass
+            first.stop.set()
 
 
-def hashes(copy: dict[str, Tensor]) -> dict[str, str]:
-    return {name: sha256(value.numpy().tobytes()).hexdigest() for name, value in copy.items()}
+def test_steps_before_a_join_are_refused(tmp_path: Path) -> None:
+    one = Trainee(tmp_path / "store", "a", config(8), total_tokens=1000)
+    with pytest.raises(RuntimeError, match="call join"):
+        one.outer.step(1)
+    assert isinstance(one.peers, IslandPeers)
+    one.outer.close()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_islands_of_other_sizes_and_processors_have_equal_copies(
-    processes: ProcessPool, server: Join, ranks: int
+def test_an_island_that_saves_for_long_keeps_its_slot(tmp_path: Path) -> None:
+    """Its notes go on meanwhile, and another island waits for the slot until it leaves."""
+    store = tmp_path / "store"
+    options: dict[str, Any] = {"begin": 1, "slots": 1, "slot_seconds": 2.0}
+    first, second = (
+        Trainee(store, name, config(8), total_tokens=10**9, **options) for name in "ab"
+    )
+    counters = list[int]()
+
+    def wants_a_slot() -> bool:
+        link = second.peers._link
+        return link is not None and link.machine._wish() == JOIN
+
+    def save(step: int) -> None:
+        if step != 20:
+            return
+        second.thread.start()
+        wait_for(wants_a_slot)
+        counters.append(first.peers.machine._counter)
+        time.sleep(4.0)
+        counters.append(first.peers.machine._counter)
+        assert newest(store).owners() == [first.peers.machine.incarnation]
+        first.stop.set()
+
+    first.on_step = save
+    second.on_step = lambda _: second.stop.set()
+    with syncer(store, tmp_path / "scratch"):
+        with trained(first):
+            pass
+        second.finish()
+    assert counters[1] - counters[0] >= 3
+    assert second.steps == 1
+
+
+def test_a_checkpoint_of_any_step_has_the_bits_of_a_version(tmp_path: Path) -> None:
+    """Also while the next one is prepared. Its parameters are those that validation uses."""
+    store = tmp_path / "store"
+    total = 60 * 2 * TOKENS
+    pair = [Trainee(store, name, config(2, delay=1), total_tokens=total) for name in "ab"]
+    saved = list[tuple[int, int, str]]()
+    decided = dict[tuple[int, int], str]()
+
+    def look(_: int) -> None:
+        peers = pair[0].peers
+        state = SavedState.from_dict(pair[0].outer.state_dict())
+        for number, (one, facts) in enumerate(
+            zip(peers.states, state.facts.fragments, strict=True)
+        ):
+            named = state.kind(SHARED)
+            values = torch.cat([named[part.name].flatten() for part in one.fragment.parts])
+            checksum = hexadecimal(peers._layouts[number].checksum(values))
+            saved.append((number, facts.outer_steps, checksum))
+            with pair[0].outer.global_parameters():
+                assert torch.equal(torch.cat([part.local() for part in one.fragment.parts]), values)
+            shared = peers.machine.fragments[number].shared
+            for version in range(shared.version + 1):
+                if known := shared.checksum(version):
+                    decided[number, version] = known
+
+    pair[0].on_step = look
+    with syncer(store, tmp_path / "scratch"), trained(*pair):
+        pass
+    assert len({version for _, version, _ in saved}) > 4
+    for number, version, checksum in saved:
+        assert decided[number, version] == checksum
+
+
+def test_wrong_bits_of_a_copy_are_found_when_the_next_one_is_applied(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    total = 60 * 2 * TOKENS
+    chosen = replace(config(8), quantization=Quantization(codec="fp4_e3m0"))
+    pair = [Trainee(store, name, chosen, total_tokens=total) for name in "ab"]
+    news = list[str]()
+
+    def damage(step: int) -> None:
+        if step == 30:
+            pair[0].peers.states[0].outer[3] += 1.0
+        news.extend(pair[0].peers.machine.news)
+
+    pair[0].on_step = damage
+    with syncer(store, tmp_path / "scratch"), trained(*pair):
+        pass
+    same(*pair)
+    assert any("its copy has wrong bits" in line for line in news)
+
+
+def test_an_island_leaves_although_no_syncer_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        call = "default", f"{__name__}.copies_of_island", str(server)
-        alone = pool.submit(with_instructions, *call)
-        results = processes.run(_ranks, ranks, server, "ranks", FP4, 24)
-        assert all(hashes(result) == alone.result() for result in results)
+    """As after Ctrl-C of everything. What it has not sent is read again."""
+    monkeypatch.setattr(peers, "UNDECIDED_SECONDS", 2.5)
+    store = tmp_path / "store"
+    options: dict[str, Any] = {"total_tokens": 10**9, "begin": 1, "slots": 1, "step_seconds": 0.02}
+    only = Trainee(store, "a", config(8), **options)
+    is_training = threading.Event()
+    only.on_step = lambda step: is_training.set() if step == 20 else None
+    with syncer(store, tmp_path / "scratch"):
+        only.thread.start()
+        assert is_training.wait(60)
+    only.stop.set()
+    only.finish()
+    assert "leaves without its last parts: no syncer has decided for" in caplog.text
 
 
-# --- bad input ------------------------------------------------------------------------------------
+# --- custom loops ---------------------------------------------------------------------------------
 
 
-def test_an_island_with_other_settings_is_refused(server: Join) -> None:
-    first = Island(server, "a", facts={"data": "one"})
-    other = replace(FP4, delta_norm_limit=9.0)
-    second = Island(server, "b", other, facts={"data": 2})
-    with started(first):
-        wait_until(lambda: first.peers._leader and first.peers._leader.state.owners(), "a slot")
-        with started(second), pytest.raises(ValueError, match="differs from the run") as error:
-            second.finish()
-    assert "diloco.delta_norm_limit: 20.0 in the run, 9.0 in this island" in str(error.value)
-    assert "data: one in the run, 2 in this island" in str(error.value)
-
-
-def test_other_code_and_what_the_first_island_sets_are_only_named(
-    server: Join, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("soon_silent")
+def test_a_lost_slot_is_an_error_for_people_and_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bug fix has to enter a run that goes on."""
-    codes = count()
-    monkeypatch.setattr(island_peers, "code_fingerprint", lambda *_: f"code-{next(codes)}")
-    first, second = Island(server, "a"), Island(server, "b", replace(FP4, sync_every=12))
-    second.peers.islands = replace(second.peers.islands, quorum=2, slots=4)
-    with started(first):
-        wait_until(lambda: first.peers._leader and first.peers._leader.state.owners(), "a slot")
-        with started(second):
-            assert same(first.finish().shared, second.finish().shared)
-    assert second.peers.seat.slots == 2
-    for line in (
-        "this island uses slots = 2, as the run does, instead of 4",
-        "this island uses quorum = 1, as the run does, instead of 2",
-        "this island uses diloco.sync_every = 8, as the run does, instead of 12",
-        "this island runs different code than the first one",
-    ):
-        assert line in caplog.text
+    """An island is cut off until another one has its slot. Started again, it gets a free slot."""
+    store = tmp_path / "store"
+    options: dict[str, Any] = {"total_tokens": 10**9, "step_seconds": 0.02, "slot_seconds": 3.0}
+    first = Trainee(store, "a", config(8), **options)
+    second = Trainee(store, "b", config(8), **options)
+    spare = Trainee(store, "c", config(8), **options)
+    spare_trains, is_cut = threading.Event(), threading.Event()
+    stops = threading.Event()
+
+    def cut(step: int) -> None:
+        if step == 20:
+            link = second.peers._link
+            assert link is not None
+            monkeypatch.setattr(link.run.brief, "replace", refuse)
+            second.saved = second.outer.state_dict()
+            is_cut.set()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AwayError("the uplink is away")
+
+    def stop(one: Trainee) -> None:
+        if stops.is_set():
+            one.stop.set()
+
+    def step_of_spare(_: int) -> None:
+        spare_trains.set()
+        stop(spare)
+
+    second.on_step = cut
+    first.on_step = lambda _: stop(first)
+    spare.on_step = step_of_spare
+    with syncer(store, tmp_path / "scratch"), trained(first):
+        second.thread.start()
+        assert is_cut.wait(60)
+        with trained(spare):
+            with pytest.raises(PeersLostError, match="another one has its slot: start it again"):
+                second.finish()
+            assert not second.peers.finished, "a loop goes on to the error"
+            assert spare_trains.wait(60)
+            spare.stop.set()
+        again = Trainee(store, "b", config(8), saved=second.saved, **options)
+
+        def step_again(step: int) -> None:
+            if step == 10:
+                stops.set()
+            stop(again)
+
+        again.on_step = step_again
+        with trained(again):
+            pass
+    assert again.peers.left
+    assert again.peers.clock > 0
+    assert again.steps >= 10
 
 
-def test_deltas_and_chunks_that_are_not_finite_are_left_out(
-    server: Join, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An island whose delta is not finite takes the shared copy."""
-
-    def poison(island: Island) -> None:
-        if island.step == 20:  # just before the embedding is sent
-            with torch.no_grad():
-                island.model.embedding.weight[0] = torch.nan
-        elif island.step == 21:  # the step has made all fragments NaN
-            assert len(island.outer.heal()) == 5
-
-    first = Island(server, "a", steps=48, grace=2.0, step_seconds=0.01)
-    second = Island(server, "b", steps=48, grace=2.0, step_seconds=0.01, each_step=poison)
-    encode, uploads = second.peers._encode, count(1)
-
-    def damaged(*arguments: Any) -> Tensor:
-        payload = encode(*arguments)  # scale bytes of 255 are decoded as NaN
-        return payload.fill_(255) if next(uploads) == 2 else payload
-
-    second.peers._encode = damaged  # type: ignore[assignment]
-    with started(first, second):
-        results = [first.finish(), second.finish()]
-    assert same(results[0].shared, results[1].shared)
-    for result in results:
-        assert all(value.isfinite().all() for value in result.shared.values())
-    assert all(parameter.isfinite().all() for parameter in results[1].model.parameters())
-    assert "was left out: its values are not finite" in caplog.text
-    assert "the delta of island b is not finite" in caplog.text
+@pytest.mark.usefixtures("soon_silent")
+def test_the_second_start_of_a_name_ends_and_the_first_goes_on(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    settings: dict[str, Any] = {"total_tokens": 10**9, "begin": 1, "slots": 2, "step_seconds": 0.01}
+    first, second = (Trainee(store, "a", config(8, delay=1), **settings) for _ in range(2))
+    joined = threading.Event()
+    first.on_join = lambda _: joined.set()
+    with syncer(store, tmp_path / "scratch"), trained(first):
+        assert joined.wait(60)
+        with (
+            pytest.raises(IslandFencedError, match="another process of this island is running"),
+            trained(second),
+        ):
+            pass
+        reached = first.steps
+        wait_for(lambda: first.steps > reached + 10)
+        first.stop.set()
+    assert first.peers.left
+    assert not second.steps
 
 
-def test_a_save_does_not_wait_for_an_upload(server: Join) -> None:
-    """The server may be away for long, and an island that is told to stop saves and ends."""
-    saved, released = list[dict[str, Any]](), threading.Event()
-
-    def save(island: Island) -> None:
-        leader = island.peers._leader
-        assert leader is not None
-        if island.step == 8:  # before the first send
-            store = leader.store
-            leader.store = lambda *part: (released.wait(PATIENCE), store(*part))[1]  # type: ignore[method-assign]
-        elif island.step == 12:
-            saved.append(island.outer.state_dict())
-            released.set()
-
-    island = Island(server, "a", begin=1, slots=1, grace=0.2, each_step=save)
-    with started(island):
-        island.wait_for_step(13)
-        assert saved, "it was saved while the upload was waiting"
-        island.finish()
+def test_the_end_of_an_own_loop_is_known_after_it_is_closed(tmp_path: Path) -> None:
+    only = Trainee(
+        tmp_path / "store", "a", config(8), total_tokens=30 * TOKENS, begin=1, slots=1, phases=[0.5]
+    )
+    assert (only.peers.finished, only.peers.clock, only.peers.entered) == (False, 0, [])
+    only.on_step = lambda step: setattr(only.peers.gauges, "loss", 0.5 * step)
+    with syncer(tmp_path / "store", tmp_path / "scratch"), trained(only):
+        pass
+    assert only.peers._link is None
+    assert only.peers.finished
+    assert not only.peers.left
+    assert only.peers.clock >= 30 * TOKENS
+    assert len(only.peers.entered) == 1
+    with pytest.raises(RuntimeError, match="after close"):
+        only.outer.step(1)
 
 
-def test_a_save_that_waits_for_parts_counts_this_as_waiting_and_says_so(
-    server: Join, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The time of a save is compared with that of others, and a lost link is no slow disk."""
-    for limit in ("STILL_SECONDS", "LATE_SECONDS"):
-        monkeypatch.setattr(island_peers, limit, 0.2)
-    fetches, released, waited = threading.Event(), threading.Event(), list[float]()
+def test_settings_of_an_own_loop_are_checked(tmp_path: Path) -> None:
+    def build(**options: Any) -> None:
+        IslandPeers(Islands(str(tmp_path), "a"), total_tokens=1000, **options)
 
-    def save(island: Island) -> None:
-        leader = island.peers._leader
-        assert leader is not None
-        if island.step == 8:  # before the first send
-            payload = leader._parts.payload
-
-            def late_payload(sequence: int) -> Tensor:
-                fetches.set()
-                released.wait(PATIENCE)
-                return payload(sequence)
-
-            monkeypatch.setattr(leader._parts, "payload", late_payload)
-        elif island.step == 12:
-            assert fetches.wait(PATIENCE)
-            # Told who is missing only in this wait.
-            island.peers.watcher = Mock(missing=lambda _: released.set())
-            before = island.outer.exposed_seconds
-            island.outer.state_dict()
-            waited.append(island.outer.exposed_seconds - before)
-
-    island = Island(server, "a", begin=1, slots=1, grace=0.2, each_step=save)
-    with started(island):
-        island.finish()
-    assert waited[0] >= 0.2
-    assert re.search(r"waiting since 0 s for \d+ records of the log", caplog.text)
-
-
-def test_alpha_follows_the_tokens_of_the_run(server: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    shares: list[float] = []
-    apply = OuterState.apply
-
-    def recorded(state: OuterState, copy: Tensor, share: float, **more: bool) -> Tensor:
-        shares.append(share)
-        return apply(state, copy, share, **more)
-
-    monkeypatch.setattr(OuterState, "apply", recorded)
-    chosen = replace(FP4, overlap=Overlap(mixing=0.5, mixing_end=0.1))
-    island = Island(server, "a", chosen, begin=1, slots=1)
-    with started(island):
-        island.finish()
-    assert shares == sorted(shares, reverse=True)
-    assert 0.3 < shares[0] < 0.4, "the first apply is after a third of the run"
-    assert shares[-1] == pytest.approx(0.1, abs=0.1)
-
-
-def test_what_one_world_had_in_flight_is_applied_with_its_alpha(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chosen, model = replace(FP4, overlap=Overlap(mixing=0.5, mixing_end=0.1)), Net()
-    one_world = StreamingDiLoCo(model, None, chosen, total_steps=40)
-    while one_world.step_count < 20 or not one_world.peers.in_flight:
-        one_world.step(weight=TOKENS)
-    saved = one_world.state_dict()
-    expected, found = chosen.overlap.mixing_at(one_world.progress), list[float]()
-    apply_early = saving.apply_early
-
-    def recorded(states: Any, saved: Any, mixing: Callable[[int, int], float]) -> None:
-        found.append(mixing(0, 1))
-        apply_early(states, saved, mixing)
-
-    monkeypatch.setattr(saving, "apply_early", recorded)
-    peers = IslandPeers(Islands("nats://127.0.0.1:1#r", "a", begin=1), total_tokens=10**6)
-    island = StreamingDiLoCo(Net(), peers, chosen)
-    island.load_state_dict(saved)
-    assert found == [pytest.approx(expected)]
-    assert expected < 0.4
-
-
-def test_settings_are_checked() -> None:
-    here = Islands("nats://127.0.0.1:1#r", "a")
-
-    def build(islands: Any, chosen: Any = FP4, tokens: Any = 1) -> StreamingDiLoCo:
-        return StreamingDiLoCo(Net(), IslandPeers(islands, total_tokens=tokens), chosen)
-
-    with pytest.raises(ValueError, match=r"join: .*not of the form") as error:
-        build(Islands("nats://a", "a b"), replace(FP4, beginning=Beginning(length=8)))
-    assert "islands.name = 'a b': must have at most 60 characters, from A-Z" in str(error.value)
-    assert "beginning.length = 8: does not work with islands" in str(error.value)
-    with pytest.raises(
-        ValueError, match=r"islands.name = 'münchen': .* at most 60 characters, from A-Z"
-    ):
-        build(replace(here, name="münchen"))
-    with pytest.raises(ValueError, match=r"Islands.quorum = 0: expected a whole number >= 1"):
-        replace(here, quorum=0)
-    with pytest.raises(ValueError, match=r"quorum = 9: must be at most 2"):
-        build(replace(here, quorum=9, begin=2))
-    with pytest.raises(ValueError, match=r"join: is empty: give .*\n.*local = 2: starts"):
-        build(Islands(name="a", local=2))
-    with pytest.raises(ValueError, match=r"group: .* pass islands.IslandPeers"):
-        StreamingDiLoCo(Net(), here, FP4)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"diloco: must be DiLoCoConfig\(...\), not the class"):
-        build(here, DiLoCoConfig)
-    with pytest.raises(TypeError, match=r"islands: must be Islands\(...\), not <class 'str'>"):
-        build("nats+tls://u:p@h:1#r")
-    with pytest.raises(ValueError, match=r"total_tokens = 1.5: expected a whole number"):
-        build(here, tokens=1.5)
-    with pytest.raises(ValueError, match=r"total_tokens = 1e\+18: give at most 9.01e\+15"):
-        build(here, tokens=1e18)
-    given = build(replace(here, grace_seconds=2), tokens=1e9)
-    with pytest.raises(RuntimeError, match=r"call join\(\) before the first step"):
-        given.step()
-    with pytest.raises(RuntimeError, match=r"call state_dict\(\) after join\(\)"):
-        given.state_dict()
-    assert isinstance(given.peers, IslandPeers)
-    facts = given.peers.build_leader()._joiner._mine
-    assert decode(encode(facts)) == facts, "numbers of another type would be void"
+    with pytest.raises(UserError, match="corpus = 'web': give at most 64 hexadecimal digits"):
+        build(corpus="web")
+    for phases in ([0.5, 0.2], [0.5, 0.5], [0.0], [1.0]):
+        with pytest.raises(UserError, match="increasing shares of the run"):
+            build(phases=phases)

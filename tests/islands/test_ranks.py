@@ -28,9 +28,9 @@ from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.islands import followers
 from torchtitan_diloco.islands.layout import Layout, Ranks, hexadecimal, shapes_of
 from torchtitan_diloco.islands.payload import Header, encode, encode_into, memory_of
-from torchtitan_diloco.islands_store.decision import Decision
-from torchtitan_diloco.islands_store.names import PART
-from torchtitan_diloco.islands_store.note import Part
+from torchtitan_diloco.islands.rules.decision import Decision
+from torchtitan_diloco.islands.rules.names import PART
+from torchtitan_diloco.islands.rules.note import Part
 
 FP4 = Quantization(codec="fp4_e3m0")
 Shared = dict[str, Tensor]

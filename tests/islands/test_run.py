@@ -1,151 +1,207 @@
-"""The trainer on islands: the command that starts a syncer and islands on one machine."""
+"""The trainer on islands in a folder: the command of the syncer, and those of two islands."""
 
 import json
-import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import tomli
-from matplotlib.ticker import EngFormatter
+import pytest
 
 from tests.components.test_resume import last
 from tests.conftest import REPOSITORY
 from tests.islands.by_hand import newest
+from tests.islands.test_local_run import SETTINGS
+from tests.islands.test_syncing import sync
 from tests.metadata_server import GCP, metadata_server
+from tests.test_trainer import records
+from torchtitan_diloco.base.user import USER_ERROR
 from torchtitan_diloco.components.checkpoint_folder import read_manifest
-from torchtitan_diloco.components.metrics import baseline_bytes
-from torchtitan_diloco.islands.founding import read_saved
-from torchtitan_diloco.report.page import describe, facts_table
-from torchtitan_diloco.report.run_records import open_runs
 
-SETTINGS: dict[str, Any] = {
-    "model.layers": 2,
-    "model.width": 32,
-    "model.heads": 2,
-    "training.steps": 60,  # so that neither island ends the run before the other has started again
-    "training.batch_size": 2,
-    "training.sequence_length": 16,
-    "lr_schedule.warmup": 2,
-    "diloco.sync_every": 4,
-    "validation.sequences": 8,
-    "metrics.tensorboard": "false",
-    "checkpoint.every_minutes": 0,
-    "islands.local": 2,
-    "islands.grace_seconds": 5,
-}
+PATIENCE = 240.0
 
 
-def run(folder: Path, **more: object) -> subprocess.CompletedProcess[str]:
-    settings = SETTINGS | {"diloco.workers": 5}  # not the number of islands
+def island(folder: Path, name: str, **more: object) -> "subprocess.Popen[str]":
+    """Start an island of the trainer."""
+    settings = {key: value for key, value in SETTINGS.items() if key != "islands.local"}
+    settings |= {
+        "islands.join": folder / "store",
+        "islands.name": name,
+        "islands.begin": 2,
+        "run.folder": folder / name,
+        "islands.grace_seconds": 1,
+    }
     settings |= {key.replace("__", "."): value for key, value in more.items()}
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    module = [sys.executable, "-m", "torchtitan_diloco", "train"]
-    command = [*module, "--config", "debug", "--run.folder", str(folder), *words]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-
-
-def test_islands_stop_and_go_on_where_their_store_ends(tmp_path: Path) -> None:
-    first = run(tmp_path, training__stop_after=10)
-    assert first.returncode == 0, first.stderr
-    assert "island island-1 has slot" in first.stdout
-    assert re.search(r"step +\d+  run \d+ %  loss ", first.stdout)
-    again = run(tmp_path, training__batch_size=1)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "resumed from" in again.stdout
-    assert re.search(
-        r"slot \d of 2 in run \S+, takes the newest shared copy, of [1-9]", again.stdout
+    command = [sys.executable, "-m", "torchtitan_diloco", "train", "--config", "debug", *words]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    manifests = []
-    for name in ("island-1", "island-2"):
-        folder = tmp_path / name
-        manifests.append(read_manifest(last(folder)))
-        saved = tomli.loads((folder / "config.toml").read_text())
-        assert saved["islands"]["join"] == ""  # it may contain a password
-    one, other = (read_saved(manifest.outer.island) for manifest in manifests if manifest.outer)
-    assert one is not None
-    assert one == other
+
+
+def end_of(process: "subprocess.Popen[str]") -> str:
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, output
+    return output
+
+
+def steps_of(folder: Path, name: str) -> int:
+    """Return the last step in the records of an island."""
+    files = list((folder / name).glob("worker-0/metrics.jsonl"))
+    lines = files[0].read_text().splitlines() if files else []
+    return max((json.loads(line).get("step", 0) for line in lines if line.endswith("}")), default=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_islands_stop_are_killed_and_go_on(tmp_path: Path, ranks: int) -> None:
+    """Both stop in order; then one is killed, and the other trains on, through a phase. It returns
+    as an island of one rank, whose checkpoint may be of two."""
+    texts = [tmp_path / f"{name}.jsonl" for name in ("web", "code")]
+    for text in texts:
+        lines = (json.dumps({"text": f"{text.stem} {number}" * 50}) for number in range(100))
+        text.write_text("\n".join(lines))
+    more = {
+        "metrics__log_every": 1,
+        "checkpoint__every": 10,
+        "training__steps": 120,
+        "parallel__fsdp": ranks,
+        "data__mixture": f"{texts[0]}=3 {texts[1]}=1",
+        "data__phases": f'[{{start = 0.1, mixture = {{"{texts[1]}" = 1}}}}]',
+        "data__cache_folder": tmp_path / "cache",
+    }
+    with sync(tmp_path / "store", tmp_path / "scratch") as syncer, ExitStack() as started:
+
+        def start(name: str, **changed: object) -> "subprocess.Popen[str]":
+            process = island(tmp_path, name, **(more | changed))
+            started.callback(process.kill)
+            return process
+
+        for output in map(end_of, [start(name, training__stop_after=20) for name in "ab"]):
+            assert "has slot" in output
+        decision = newest(tmp_path / "store")
+        assert not decision.ended
+        assert decision.owners() == [], "both have left"
+        assert not any(ledger.lost for slot in decision.slots for ledger in slot.ledgers)
+        first, second = start("a"), start("b")
+        until = time.monotonic() + PATIENCE
+        while steps_of(tmp_path, "b") < 35:
+            assert second.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        second.send_signal(signal.SIGKILL)
+        second.wait()
+        again = start("b", parallel__fsdp=1)
+        assert "run 100 %" in end_of(first)
+        output, _ = again.communicate(timeout=PATIENCE)
+        assert again.returncode == 0, output
+        assert syncer.wait(PATIENCE) == 0
     decision = newest(tmp_path / "store")
     assert decision.ended
-    assert decision.stopped, "the syncer has ended in order"
-    assert not any(ledger.lost for slot in decision.slots for ledger in slot.ledgers)
-    assert [saved.version for saved in one.fragments] == [
-        shared.version for shared in decision.fragments
-    ]
-    over = run(tmp_path, training__batch_size=1)
-    assert over.returncode == 0, over.stderr
-    assert "so nothing is left to train: " in over.stderr
-    assert "error" not in over.stderr
-    assert newest(tmp_path / "store").fragments == decision.fragments
-    check_report(tmp_path / "island-1")
-    (both,) = open_runs([tmp_path])
-    assert describe(both).endswith("; 2 of 2 islands, Streaming DiLoCo")
-    (apart,) = open_runs([tmp_path / "island-1", tmp_path / "island-2"])
-    assert [one.run_id for one in apart.workers] == [apart.name] * 2
+    assert decision.stopped
+    assert read_manifest(last(tmp_path / "a")).step >= 60
+    assert [len(slot.entered) for slot in decision.slots] == [1, 1]
+    (entered,) = (one for one in records(tmp_path / "a", "phase") if one["number"] == 1)
+    assert 0.1 <= entered["share"] < 0.5
+    assert entered["mixture"] == f"100 % {texts[1]}"
+    total = decision.settings.total_tokens
+    for number, shared in enumerate(decision.fragments):
+        samples = sum(slot.ledgers[number].taken for slot in decision.slots)
+        lost = sum(slot.ledgers[number].lost for slot in decision.slots)
+        assert shared.clock == (samples - lost) * decision.settings.tokens_per_sample >= total
 
 
-def test_each_island_reads_corpora_of_its_own(tmp_path: Path) -> None:
-    """Beside one of all islands. Nothing has to be the same but what they share."""
-    for name, words in (("island-1", "one"), ("island-2", "two"), ("common", "all")):
-        document = json.dumps({"text": f"{words} of these words\n" * 9}) + "\n"
-        (tmp_path / f"{name}.jsonl").write_text(document * 60)
-    mixture = f"{tmp_path}/{{worker}}.jsonl=3 {tmp_path}/common.jsonl=1"
-    settings: dict[str, object] = {"data__mixture": mixture, "data__shard_by": "own"}
-    settings |= {"data__cache_folder": tmp_path / "cache", "data__validation_fraction": 0.2}
-    ended = run(tmp_path / "run", training__steps=12, **settings)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    corpora = []
-    for name in ("island-1", "island-2"):
-        assert f"loss/val/{tmp_path}/{name}.jsonl" in set(last_record(tmp_path / "run" / name))
-        corpora.append(
-            read_manifest(last(tmp_path / "run" / name)).parts["data"]["identity"]["corpora"]
-        )
-    own, common = corpora[0]
-    assert corpora[0][own] != corpora[1][own]
-    assert corpora[0][common] == corpora[1][common]
-    (tmp_path / "island-2.jsonl").unlink()
-    refused = run(tmp_path / "again", training__steps=12, **settings)
-    assert refused.returncode == 2
-    assert f"{tmp_path}/island-2.jsonl" in refused.stderr
-
-
-def last_record(folder: Path) -> dict[str, Any]:
-    """Return the newest record of a validation."""
-    records: list[dict[str, Any]] = [
-        json.loads(line) for line in (folder / "worker-0" / "metrics.jsonl").open()
-    ]
-    return [record for record in records if any("loss/val" in key for key in record)][-1]
-
-
-def check_report(folder: Path) -> None:
-    """Its counts are those of two islands, and of the run's tokens."""
-    (island,) = open_runs([folder])
-    facts = {name.text: cell.text for name, cell in facts_table([island]).rows}
-    tokens = 60 * 2 * SETTINGS["training.batch_size"] * SETTINGS["training.sequence_length"]
-    assert facts["tokens"] == f"{tokens:,}"
-    assert read_manifest(last(folder)).tokens == tokens
-    assert describe(island).endswith("; 1 of 2 islands, Streaming DiLoCo")
-    sent = island.totals["worker/sent_bytes"]
-    assert facts["sent by each worker"] == EngFormatter("B", places=1)(sent)
-    expected = baseline_bytes(island.workers[0].starts[0].parameters, 2) * island.last_step
-    assert island.baseline_bytes(island.totals["worker/steps"]) == expected
-
-
-def test_islands_leave_on_a_notice_and_each_has_a_place_in_the_mirror(tmp_path: Path) -> None:
-    """They send their work and give their slots back, as after a signal."""
-    location = tmp_path / "mirror"
-    folder = tmp_path / "run"
-    with metadata_server() as server:
+def test_islands_leave_on_a_notice(tmp_path: Path) -> None:
+    """They save, send their work and give their slots back before their machine goes away."""
+    store = tmp_path / "store"
+    with metadata_server() as server, sync(store, tmp_path / "scratch"), ExitStack() as started:
         server.answers[GCP] = "TRUE"
-        notices = {"run__preemption": "gcp", "run__preemption_address": server.address}
-        more = {"training__steps": 20_000, "checkpoint__mirror": location}
-        done = run(folder, **notices, **more)
-    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
-    assert "notice: GCP will preempt this machine, 30 s left" in done.stdout
-    assert "left the run after its own step" in done.stdout
-    for name in ("island-1", "island-2"):
-        saved = last(folder / name)
-        (copy,) = (location / f"mirror/{name}/copy").iterdir()
-        assert copy.name.startswith(saved.name)
+        more: dict[str, object] = {"run__preemption": "gcp", "training__steps": 20_000}
+        more["run__preemption_address"] = server.address
+        pair = [island(tmp_path, "a", parallel__fsdp=2, **more), island(tmp_path, "b", **more)]
+        for process in pair:
+            started.callback(process.kill)
+        for process in pair:
+            output, _ = process.communicate(timeout=PATIENCE)
+            assert process.returncode == 128 + signal.SIGTERM, output
+            assert "notice: GCP will preempt this machine, 30 s left" in output
+            assert "left the run after its own step" in output
+        decision = newest(store)
+    assert decision.owners() == []
+    assert not decision.ended
+    for slot in decision.slots:
+        assert not any(ledger.lost for ledger in slot.ledgers)
+        assert len({ledger.taken for ledger in slot.ledgers}) == 1, "all work is merged"
+    for name in "ab":
+        assert read_manifest(last(tmp_path / name)).step > 0
+
+
+def test_the_syncer_beside_an_island_outlasts_it(tmp_path: Path) -> None:
+    """An island ends early, and the launcher of its job goes on with the syncer until the end."""
+    with ExitStack() as started:
+        first = island(tmp_path, "a", islands__sync="true", training__stop_after=12)
+        started.callback(first.kill)
+        second = island(tmp_path, "b")
+        started.callback(second.kill)
+        assert "run 100 %" in end_of(second)
+        output = end_of(first)
+    assert "left the run after its own step 12" in output
+    assert f"the run in {tmp_path / 'store'} has not ended: its syncer goes on here" in output
+    decision = newest(tmp_path / "store")
+    assert decision.ended
+    assert decision.stopped
+
+
+def test_islands_continue_a_job_that_had_a_beginning(tmp_path: Path) -> None:
+    """At its tokens and its place in the order of samples; a new machine does so from a mirror."""
+    job = {key: value for key, value in SETTINGS.items() if not key.startswith("islands.")}
+    job |= {"diloco.beginning.length": 8, "training.stop_after": 8, "training.steps": 40}
+    job |= {"diloco.workers": 2, "run.folder": tmp_path / "job"}
+    words = [word for key, value in job.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "torchtitan_diloco", "train", "--config", "debug", *words]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=PATIENCE)
+    trained_tokens = read_manifest(last(tmp_path / "job")).tokens
+    assert trained_tokens == 8 * 2 * 2 * 16
+    more: dict[str, Any] = {
+        "training__steps": 40,
+        "checkpoint__resume": tmp_path / "job",
+        "checkpoint__every": 4,
+        "checkpoint__mirror": tmp_path / "store",
+        "metrics__log_every": 1,
+    }
+    with sync(tmp_path / "store", tmp_path / "scratch"), ExitStack() as started:
+
+        def start(**changed: object) -> dict[str, str]:
+            """Return the outputs of both islands, by their names."""
+            pair = {name: island(tmp_path, name, **(more | changed)) for name in "ab"}
+            for process in pair.values():
+                started.callback(process.kill)
+            return {name: end_of(process) for name, process in pair.items()}
+
+        refused = island(tmp_path, "a", **more)
+        started.callback(refused.kill)
+        output, _ = refused.communicate(timeout=PATIENCE)
+        assert refused.returncode == USER_ERROR, output
+        assert "the location is empty, and the checkpoint is of a job" in output
+        more["islands__found"] = "true"
+        for output in start(training__stop_after=20).values():
+            assert f"takes the newest shared copy, of {trained_tokens} tokens" in output
+            assert "starts at its sample 16\n" in output
+            assert "are now" not in output, "no worker is missing"
+        assert {path.name for path in (tmp_path / "store/mirror").iterdir()} == {"a", "b"}
+        before = newest(tmp_path / "store")
+        shutil.rmtree(tmp_path / "b")  # a new machine has no checkpoint, and takes its mirror
+        for name, output in start().items():
+            assert "resumed from" in output
+            assert ("was taken from" in output) is (name == "b"), output
+    decision = newest(tmp_path / "store")
+    assert decision.ended
+    assert decision.run == before.run
+    assert decision.settings.total_tokens == 40 * 2 * 2 * 16
+    for number, shared in enumerate(decision.fragments):
+        ledgers = [slot.ledgers[number] for slot in decision.slots]
+        merged = sum(one.taken - 16 - one.lost for one in ledgers)
+        assert shared.clock == trained_tokens + merged * decision.settings.tokens_per_sample

@@ -10,13 +10,14 @@ import torch
 from tests.components.test_resume import last
 from tests.diloco.toy import config
 from tests.islands.by_hand import HandIsland, train
-from tests.islands.servers import free_port, wait_until
 from tests.islands.test_bucket_server import SITE, serving
-from tests.islands.test_store_run import end_of, island
+from tests.islands.test_run import end_of, island
 from tests.islands.trainees import TOKENS, Trainee, trained
+from tests.ports import free_port
+from tests.waiting import wait_until
 from torchtitan_diloco.components.checkpoint_folder import step_of
+from torchtitan_diloco.islands.rules import names
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.islands_store import names
 from torchtitan_diloco.store import open_store
 from torchtitan_diloco.store.errors import RefusedError
 

@@ -20,12 +20,12 @@ from tests.diloco.toy import config
 from tests.islands.by_hand import HandIsland, newest, open_run, syncer, train
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands import syncing
+from torchtitan_diloco.islands.rules.jobs import Load
+from torchtitan_diloco.islands.rules.note import Part
 from torchtitan_diloco.islands.runs import Decisions
 from torchtitan_diloco.islands.scratch import folder_of, lock_folder
 from torchtitan_diloco.islands.syncing import SyncerProcess
 from torchtitan_diloco.islands.tasks import FragmentTasks
-from torchtitan_diloco.islands_store.jobs import Load
-from torchtitan_diloco.islands_store.note import Part
 
 TOKENS = [100, 170]
 PATIENCE = 120.0
@@ -174,7 +174,7 @@ def test_a_syncer_takes_the_place_of_one_that_died_with_its_files(
 ) -> None:
     """At once, and not when the decisions have stood still for some time."""
     store, scratch = tmp_path / "store", tmp_path / "scratch"
-    monkeypatch.setattr("torchtitan_diloco.islands_store.commit.STANDSTILL", math.inf)
+    monkeypatch.setattr("torchtitan_diloco.islands.rules.commit.STANDSTILL", math.inf)
     chosen = config(0, delay=1)
     with open_run(store) as run:
         pair = [HandIsland(run, name, chosen) for name in ("a", "b")]
@@ -195,7 +195,7 @@ def test_a_syncer_with_other_files_stands_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing says that the one that led is dead."""
-    monkeypatch.setattr("torchtitan_diloco.islands_store.commit.STANDSTILL", 1.0)
+    monkeypatch.setattr("torchtitan_diloco.islands.rules.commit.STANDSTILL", 1.0)
     said = list[str]()
     store = tmp_path / "store"
     with open_run(store) as run:

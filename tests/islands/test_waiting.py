@@ -12,11 +12,14 @@ import pytest
 
 from tests.diloco.toy import config
 from tests.islands.by_hand import newest, syncer
+from tests.islands.rules.desk import A, B, founded
 from tests.islands.trainees import TOKENS, Trainee, trained
-from tests.islands_store.desk import A, B, founded
 from torchtitan_diloco.base.user import LOCAL_ISLANDS, RunOverError
 from torchtitan_diloco.islands import waiting
 from torchtitan_diloco.islands.link import Link
+from torchtitan_diloco.islands.rules.decision import Decision
+from torchtitan_diloco.islands.rules.founding import Founding
+from torchtitan_diloco.islands.rules.island import Island
 from torchtitan_diloco.islands.waiting import (
     Waiting,
     at_boundary,
@@ -24,9 +27,6 @@ from torchtitan_diloco.islands.waiting import (
     obstacle,
     raise_if_ended,
 )
-from torchtitan_diloco.islands_store.decision import Decision
-from torchtitan_diloco.islands_store.founding import Founding
-from torchtitan_diloco.islands_store.island import Island
 from torchtitan_diloco.store import AwayError, FullError, Store, open_store
 from torchtitan_diloco.store.folder import Folder
 

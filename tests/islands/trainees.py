@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.diloco.toy import Net, full, inner_step, parameters
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 from torchtitan_diloco.islands.config import Islands
+from torchtitan_diloco.islands.peers import IslandPeers
 from torchtitan_diloco.islands.seat import Seat
-from torchtitan_diloco.islands.store_peers import StorePeers
 
 TOKENS, SAMPLES = 100, 2
 PATIENCE = 240.0
@@ -50,7 +50,7 @@ class Trainee:
         )
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
-        self.peers = StorePeers(
+        self.peers = IslandPeers(
             islands,
             total_tokens=total_tokens,
             tokens_per_step=TOKENS,

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from tests.islands_store.desk import A, B, Desk, founded
+from tests.islands.rules.desk import A, B, Desk, founded
+from torchtitan_diloco.islands.reader import Reader
+from torchtitan_diloco.islands.rules.decision import Decision, encode_decision
+from torchtitan_diloco.islands.rules.history import encode_bin
+from torchtitan_diloco.islands.rules.names import ISLAND, history_name, run_name
+from torchtitan_diloco.islands.rules.note import Gauges, Vitals
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.islands.store_reader import StoreReader
-from torchtitan_diloco.islands_store.decision import Decision, encode_decision
-from torchtitan_diloco.islands_store.history import encode_bin
-from torchtitan_diloco.islands_store.names import ISLAND, history_name, run_name
-from torchtitan_diloco.islands_store.note import Gauges, Vitals
 from torchtitan_diloco.store import open_store
 
 STEPS = 10
@@ -87,11 +87,11 @@ class WrittenRun(Desk):
 
 
 @contextmanager
-def reading(folder: Path, *, whole: bool = True) -> Iterator[StoreReader]:
+def reading(folder: Path, *, whole: bool = True) -> Iterator[Reader]:
     """Yield a reader of the run in a folder."""
     run = Run(open_store(folder, writes=None))
     try:
-        reader = StoreReader(run, whole=whole)
+        reader = Reader(run, whole=whole)
         reader.read()
         yield reader
     finally:

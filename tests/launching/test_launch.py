@@ -16,8 +16,8 @@ import pytest
 
 from benchmarks.network import wait_until
 from tests.conftest import REPOSITORY
-from tests.islands.servers import free_port
 from tests.launching.running import PATIENCE_SECONDS, launcher, start
+from tests.ports import free_port
 from tests.test_trainer import settings, words
 from torchtitan_diloco.base.hardware import available_cores
 from torchtitan_diloco.base.user import FENCED, USER_ERROR

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.islands.servers import free_port
 from tests.launching.running import Running, start
+from tests.ports import free_port
 from tests.test_trainer import settings, words
 
 OWN = {"data.corpus": "text-{worker}.txt", "data.shard_by": "own"}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.islands.servers import free_port
 from tests.machines.test_doctor import answering
+from tests.ports import free_port
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.launching import nodes as module
 from torchtitan_diloco.launching.launch import main

@@ -15,8 +15,8 @@ from tests.islands.test_syncing import wait_for
 from tests.launching.running import launcher, start
 from torchtitan_diloco.base.user import USER_ERROR
 from torchtitan_diloco.islands.__main__ import main as islands
-from torchtitan_diloco.islands_store.decision import PROTOCOL, Decision, encode_decision
-from torchtitan_diloco.islands_store.names import run_name
+from torchtitan_diloco.islands.rules.decision import PROTOCOL, Decision, encode_decision
+from torchtitan_diloco.islands.rules.names import run_name
 from torchtitan_diloco.launching.launch import main
 
 LEADS = "leads, in session"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.islands.servers import free_port
 from tests.launching.running import PATIENCE_SECONDS, Running, start
+from tests.ports import free_port
 
 SMALL = """
     --run.device cpu --config debug --training.steps 40 --training.global_batch_size 16

@@ -18,8 +18,8 @@ import pytest
 
 from benchmarks.network import Program, wait_until
 from tests.conftest import REPOSITORY
-from tests.islands.servers import free_port
 from tests.network import network_of
+from tests.ports import free_port
 from torchtitan_diloco.base.hardware import available_cores
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components import run_plan

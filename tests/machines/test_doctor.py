@@ -1,6 +1,5 @@
 """The doctor names the hop that fails, and its remedy."""
 
-import dataclasses
 import re
 import signal
 import socket
@@ -13,46 +12,29 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.conftest import REPOSITORY
 from tests.diloco.toy import fused
-from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
-from tests.islands.written import FACTS
+from tests.ports import free_port
 from torchtitan_diloco.base import hardware
 from torchtitan_diloco.base.hardware import describe_machine
-from torchtitan_diloco.base.reach import dial, split_address
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.data.prepare import prepare
 from torchtitan_diloco.data.text import open_corpus
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diloco import arithmetic
 from torchtitan_diloco.diloco.codecs import base
-from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.copies import named
-from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.records import encode
-from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.machines import doctor, link
-
-need_server()
 
 MACHINE = ["versions", "processor", "GPU", "interfaces", "arithmetic"]
 ADDRESS = ["name", "route", "port"]
-ISLANDS = [*ADDRESS, "TLS and password", "clock", "packets", "rate", "run"]
 ENDPOINT = [*ADDRESS, "rendezvous", "packets", "rate", "arithmetic of both"]
 
 Examine = Callable[..., str]
 """Calls the doctor with hops that are reached, and arguments, and returns the line of a failure."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Join]:
-    with running_server(tmp_path_factory.mktemp("server")) as found:
-        yield found.join
 
 
 @pytest.fixture
@@ -107,69 +89,7 @@ def test_a_corpus(examine: Examine, tmp_path: Path) -> None:
     assert "does not exist: give the folder" in examine(["corpus"], "--corpus", f"{folder}/none")
 
 
-# --- islands --------------------------------------------------------------------------------------
-
-
-def test_looking_at_the_port_of_a_server_leaves_no_error_in_its_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("DEBUG", "torchtitan_diloco")
-    with running_server(tmp_path) as found:
-        host, port = split_address(found.join.addresses[0])
-        dial(host, port, found.join.context())
-        dial(host, port)
-        wait_until(lambda: "TLS handshake error" in caplog.text, "the error of the other way")
-    assert caplog.text.count("[ERR]") == 1
-
-
-def test_a_server_and_its_run(examine: Examine, server: Join, tmp_path: Path) -> None:
-    file = tmp_path / "join.txt"
-    file.write_text(str(server))
-    assert not examine(ISLANDS, "--join", str(file))
-    with running_server(tmp_path / "server") as found, Listener(found.join, "a") as island:
-        mine = named(arithmetic.compute_all(["int8", "sgd"]))
-        same, other = (
-            msgspec.structs.replace(FACTS, fingerprints=theirs)
-            for theirs in (mine, mine | {"arithmetic.average-of-int8": "another"})
-        )
-        island.connection.append(encode(same))
-        island.read_to(1)
-        assert not examine(ISLANDS, "--join", str(found.join))
-        island.connection.store_state(State(facts=other).encode())  # of a long run
-        failure = examine(ISLANDS, "--join", str(found.join))
-        assert "arithmetic.average-of-int8: another there (its islands), " in failure
-
-
-def test_a_wrong_clock_and_a_wrong_password(
-    examine: Examine, server: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "MOST_APART", -1.0)
-    assert "s from the server's clock: set it" in examine(ISLANDS, "--join", str(server))
-    wrong = dataclasses.replace(server, password="wrong")
-    failure = examine(ISLANDS[:4], "--join", str(wrong))
-    assert "refuses the user or the password" in failure
-
-
-def test_a_server_without_tls(examine: Examine, server: Join) -> None:
-    port = free_port()
-    plain = subprocess.Popen(
-        [find_server(), "--addr", "127.0.0.1", "--port", str(port)], stderr=subprocess.DEVNULL
-    )
-    try:
-        wait_until(lambda: answers(port), "the server")
-        join = dataclasses.replace(server, addresses=(f"127.0.0.1:{port}",))
-        assert "does not start with a TLS handshake" in examine(ISLANDS[:4], "--join", str(join))
-    finally:
-        plain.kill()
-        plain.wait()
-
-
 # --- an address -----------------------------------------------------------------------------------
-
-
-def answers(port: int) -> bool:
-    with socket.socket() as dialing:
-        return dialing.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_name_that_nobody_knows(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:

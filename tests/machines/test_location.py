@@ -11,7 +11,7 @@ from tests.islands.by_hand import settings_of
 from tests.store.places import Place
 from tests.store.seaweed import SITE, SeaweedServer
 from torchtitan_diloco.base.user import USER_ERROR
-from torchtitan_diloco.islands_store.decision import (
+from torchtitan_diloco.islands.rules.decision import (
     PROTOCOL,
     Decision,
     Seen,
@@ -19,7 +19,7 @@ from torchtitan_diloco.islands_store.decision import (
     Slot,
     encode_decision,
 )
-from torchtitan_diloco.islands_store.names import run_name
+from torchtitan_diloco.islands.rules.names import run_name
 from torchtitan_diloco.machines import doctor
 from torchtitan_diloco.store import Store, open_store
 

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import torch
 
-from tests.islands.servers import free_port
 from tests.machines.test_doctor import answering
+from tests.ports import free_port
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.launching import nodes

@@ -24,7 +24,6 @@ from torchtitan_diloco.planner.failures import (
     elastic,
     islands,
     one_job,
-    quorate,
 )
 from torchtitan_diloco.planner.plan import main
 
@@ -64,15 +63,6 @@ def test_no_other_interval_is_better(every: float, save: float) -> None:
         assert job_with(every, factor * best, save).goodput < goodput
     young = math.sqrt(2 * save * every)
     assert best == pytest.approx(young, rel=save / young)
-
-
-@given(st.integers(1, 12), st.floats(0.0, 1.0, exclude_min=True))
-def test_a_quorum_is_there_by_the_binomial_law(count: int, available: float) -> None:
-    shares = [quorate(count, quorum, available) for quorum in range(1, count + 1)]
-    assert all(more >= fewer - 1e-9 for more, fewer in pairwise(shares))
-    assert shares[0] == pytest.approx(1 - (1 - available) ** count)
-    assert shares[-1] == pytest.approx(available**count)
-    assert math.fsum(shares) == pytest.approx(count * available), "the mean of those there"
 
 
 def test_without_failures_nothing_is_lost() -> None:
@@ -191,7 +181,7 @@ def test_the_printed_numbers_are_those_of_the_printed_formula(
     assert FORMULAS in answer
     rows = [line.split("|")[1:-1] for line in answer.splitlines() if re.search(r"\|.* % ", line)]
     assert len(rows) == 3
-    for _, kept, every, pause, lost, interval, waiting, _ in rows:
+    for _, kept, every, pause, lost, interval, waiting in rows:
         y = 2 * seconds_of(lost) / seconds_of(every)
         expected = seconds_of(interval) / (seconds_of(interval) + 10)  # the default of --save
         expected *= y / (math.exp(y) - 1) if y else 1
@@ -233,7 +223,6 @@ def test_planning_for_failures_needs_neither_torch_nor_matplotlib() -> None:
         ),
         ([*KNOWN, "--islands", "1"], "--islands 1: give 2 or more"),
         ([*KNOWN, "--chips", "3"], "--islands 4: give 2 or more, up to 3 chips"),
-        ([*KNOWN, "--quorum", "5"], "--quorum 5: give 1 to 4 islands"),
         ([*KNOWN, "--checkpoint", "0s"], "--checkpoint 0s: give a time above 0"),
         ([*KNOWN, "--grace", "0s"], "--grace 0s: give more than 0, up to 1h"),
         ([*KNOWN, "--plot", "/nowhere/x.svg"], "give a new .svg or .png file"),

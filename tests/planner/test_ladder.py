@@ -17,9 +17,10 @@ from torchtitan_diloco.diloco.config import (
     Quantization,
     diloco_mistakes,
 )
-from torchtitan_diloco.islands.changes import changed, parse_change, with_settings
 from torchtitan_diloco.islands.config import Islands, change_commands
-from torchtitan_diloco.islands.records import Facts
+from torchtitan_diloco.islands.rules.changes import changed
+from torchtitan_diloco.islands.rules.settings import Settings
+from torchtitan_diloco.islands.run_settings import change_of, in_diloco, of_diloco
 from torchtitan_diloco.planner.ladder import MARGIN, climb, ladder_text, rungs, settings_that_fit
 from torchtitan_diloco.planner.prediction import Conditions, Workload
 
@@ -114,7 +115,7 @@ def bits(one: DiLoCoConfig) -> float:
 @given(
     every=st.integers(2, 400),
     delay=st.integers(0, 5),
-    codec=st.sampled_from(["fp32", "int8", "fp4_e3m0", "topk"]),
+    codec=st.sampled_from(["fp32", "int8", "fp4_e3m0"]),
     fragments=st.integers(1, 24),
     cycles=st.floats(1.0, 300.0, exclude_min=True),
     step=st.floats(0.01, 10.0),
@@ -125,24 +126,12 @@ def test_proposed_settings_fit_and_islands_can_change_to_them(
     before, transfers = config(every, codec, delay), cycles * every * step
     found = settings_that_fit(before, fragments, transfers, step)
     assert found
-    fingerprints = {
-        "diloco.sync_every": str(every),
-        "diloco.overlap.delay": str(before.overlap.delay),
-        "diloco.quantization.codec": codec,
-    }
-    facts = Facts(
-        run="r",
-        slots=2,
-        begin=2,
-        total_tokens=10**9,
-        cycle=1000,
-        outer_lr=1.0,
-        checksums=("v0",),
-        fingerprints=fingerprints,
+    settings = Settings(
+        **of_diloco(before), total_tokens=10**9, slots=2, start_with=2, streams=2, block=1
     )
     for key, value in found.items():
-        facts = changed(facts, parse_change(facts, key, str(value)))
-    new = with_settings(before, facts.fingerprints)
+        settings = changed(settings, change_of(settings, key, str(value)))
+    new = in_diloco(before, settings)
     seconds = MARGIN * transfers * bits(new) / bits(before)
     assert seconds <= new.sync_every * step * 1.0001
     assert seconds <= fragments * new.overlap.delay * step * 1.0001, "each in its own tau"
@@ -172,11 +161,8 @@ def test_tau_rises_first_then_bits_fall_then_h_rises(
     assert found == {name: value for name, value in expected.items() if value is not None}
 
 
-def test_commands_show_no_password() -> None:
-    secret = "nats+tls://island:secret@host:4222#run"
-    found = change_commands(Islands(join=secret), {"diloco.sync_every": 80, "slots": 3})
-    assert "secret" not in found
-    one, other = found.split(" && ")
-    assert one.endswith("islands change diloco.sync_every 80 --join join.txt")
-    assert other.endswith("islands change slots 3 --join join.txt")
-    assert change_commands(Islands(join="runs/my.txt"), {"slots": 3}).endswith("--join runs/my.txt")
+def test_commands_name_the_location_of_the_run() -> None:
+    found = change_commands(Islands(join="my runs/a"), {"diloco.sync_every": 80, "slots": 3})
+    first, second = found.split(" && ")
+    assert first.endswith("islands change diloco.sync_every 80 --join 'my runs/a'")
+    assert second.endswith("islands change slots 3 --join 'my runs/a'")

@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import ipaddress
 import math
 import os
 import platform
@@ -190,7 +191,10 @@ def queued_seconds() -> float:
 
 def is_loopback(host: str) -> bool:
     """Return whether a name or an address is the loopback of this machine."""
-    return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name, such as 127.example.org
+        return host == "localhost"
 
 
 def interfaces() -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Whether a TCP address can be reached from here: its name, the route to it, and its port."""
 
 import socket
-import ssl
 import struct
 import time
 from contextlib import closing, suppress
@@ -51,11 +50,8 @@ def route(host: str, port: int) -> str:
     return f"{here} ({', '.join(names)})"
 
 
-def dial(host: str, port: int, tls: ssl.SSLContext | None = None) -> float:
-    """Return the seconds until a connection is open.
-
-    `tls`: of a server that expects a TLS handshake, and logs an error without one.
-    """
+def dial(host: str, port: int) -> float:
+    """Return the seconds until a connection is open."""
     started = time.perf_counter()
     try:
         connection = socket.create_connection((host, port), PATIENCE)
@@ -68,9 +64,7 @@ def dial(host: str, port: int, tls: ssl.SSLContext | None = None) -> float:
         reason = error.strerror or "no answer"
         raise UserError(f"{reason}: open the port in firewalls, or correct the address") from error
     seconds = time.perf_counter() - started
-    with connection, suppress(OSError):  # the login, which is checked next, names such an error
-        if tls is not None:
-            tls.wrap_socket(connection, server_hostname=host).close()
+    connection.close()
     return seconds
 
 

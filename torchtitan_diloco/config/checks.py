@@ -15,7 +15,7 @@ from torchtitan_diloco.config.schema import (
 )
 from torchtitan_diloco.config.weights import MOST_TURNS, is_rounded, weight_mistake
 from torchtitan_diloco.diloco.config import advice, diloco_mistakes
-from torchtitan_diloco.islands.config import Islands, is_location, islands_mistakes
+from torchtitan_diloco.islands.config import Islands, islands_mistakes
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Exactly one of these settings is not 0."""
@@ -57,8 +57,7 @@ def config_mistakes(config: Config) -> Mistakes:
         reason = f"is after the end of the run: give at most training.steps = {training.steps}"
         yield "training.stop_after", reason
     if is_island or config.diloco.method != "none":
-        has_log = is_island and not is_location(config.islands.join)
-        yield from diloco_mistakes(config.diloco, islands=is_island, has_log=has_log)
+        yield from diloco_mistakes(config.diloco, islands=is_island)
         if config.parallel.reduce_dtype != Parallel.reduce_dtype:
             reason = (
                 'is only for data parallelism (diloco.method = "none"): inside a streaming worker, '
@@ -123,10 +122,6 @@ def _data_mistakes(config: Config) -> Mistakes:
     for phase in data.phases:
         if mistake := weight_mistake(phase.mixture):
             yield "data.phases", f"in the phase that starts at {phase.start:g}, {mistake}"
-    join = config.islands.join
-    if data.phases and join and not is_location(join):
-        reason = "islands with a server have no common position at which a phase could start"
-        yield "data.phases", f"{reason}: remove it, or let them join a folder or a bucket"
     shared = [name for name in data.corpora if WORKER_FIELD not in name]
     if data.shard_by == "own" and len(shared) == len(data.corpora):
         example = f"{shared[0].rstrip('/')}-{WORKER_FIELD}"

@@ -168,13 +168,8 @@ FEW_ROUNDS = 100
 """With fewer outer rounds, the loss stays behind that of data parallelism."""
 
 
-def diloco_mistakes(
-    diloco: DiLoCoConfig, *, islands: bool = False, has_log: bool = False
-) -> Mistakes:
-    """Check settings that depend on each other.
-
-    `islands`: whether workers are islands. `has_log`: whether these share a log, not a store.
-    """
+def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
+    """Check settings that depend on each other. `islands`: whether workers are islands."""
     every = diloco.sync_every
     first = diloco.beginning
     if diloco.overlap.delay >= every:
@@ -195,11 +190,12 @@ def diloco_mistakes(
         "diloco.method": diloco.method == "none",
         "diloco.beginning.length": first.length > 0,
         "diloco.link.drop_probability": diloco.link.drop_probability,
-        "diloco.link.outer_state": has_log and diloco.link.outer_state == "cpu",
     }
     for key, is_set in refused.items():
         if is_set and islands:
             yield key, "does not work with islands: remove it"
+    if islands and diloco.quantization.codec == "topk":
+        yield "diloco.quantization.codec", "topk does not work with islands: use fp4_e3m0"
 
 
 def _topk_mistakes(diloco: DiLoCoConfig) -> Mistakes:

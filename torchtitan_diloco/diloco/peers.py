@@ -2,7 +2,7 @@
 
 `StreamingDiLoCo` takes deltas, applies shared copies, heals and measures. Its peers say when, and
 turn the deltas of all workers into the next shared copies. There are two kinds: `GlooPeers`, the
-workers of one job, and `IslandPeers`, separate jobs that share a log.
+workers of one job, and `IslandPeers`, separate jobs that meet in a store.
 """
 
 from abc import ABC, abstractmethod

@@ -88,7 +88,7 @@ class OuterFacts:
     healed: int = 0
     """Number of fragments that were reset to the shared parameters so far."""
     island: str = ""
-    """State of the log of the islands, for an island."""
+    """What an island knows of its run."""
 
     def for_new_worker(self) -> "OuterFacts":
         """Return the facts for a worker that the saved run did not have, with nothing to send."""

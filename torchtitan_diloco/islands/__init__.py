@@ -7,16 +7,14 @@ from torchtitan_diloco.base.user import PeersLostError
 from torchtitan_diloco.islands.config import Islands
 
 if TYPE_CHECKING:
-    from torchtitan_diloco.islands.members import IslandFencedError
+    from torchtitan_diloco.islands.instructions import IslandFencedError
     from torchtitan_diloco.islands.peers import IslandPeers
-    from torchtitan_diloco.islands.store_peers import StorePeers
 
-__all__ = ["IslandFencedError", "IslandPeers", "Islands", "PeersLostError", "StorePeers"]
+__all__ = ["IslandFencedError", "IslandPeers", "Islands", "PeersLostError"]
 
 _NEED_TORCH = {
     "IslandPeers": "peers",
-    "IslandFencedError": "members",
-    "StorePeers": "store_peers",
+    "IslandFencedError": "instructions",
 }
 
 

@@ -7,10 +7,10 @@ from types import FrameType
 
 from torchtitan_diloco.base.process import STOP_SIGNALS
 from torchtitan_diloco.islands.children import SCRATCH, SYNCER_SECONDS, syncer_of
+from torchtitan_diloco.islands.rules.commit import CallFailedError
+from torchtitan_diloco.islands.rules.decision import Decision
+from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.islands_store.commit import CallFailedError
-from torchtitan_diloco.islands_store.decision import Decision
-from torchtitan_diloco.islands_store.fields import MalformedError
 from torchtitan_diloco.store import StoreError, open_store
 
 LOOK_SECONDS = 0.2

@@ -29,8 +29,7 @@ from msgspec import Meta
 
 from torchtitan_diloco.base.hardware import write_whole
 from torchtitan_diloco.base.user import UserError, install_command
-from torchtitan_diloco.islands.config import HOST_PATTERN
-from torchtitan_diloco.islands_store.names import LOGIN_PATTERN, MIRROR, OWNER, site_prefixes
+from torchtitan_diloco.islands.rules.names import LOGIN_PATTERN, MIRROR, OWNER, site_prefixes
 from torchtitan_diloco.store import Kind
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ RESERVED = (OWNER, SYNCER, "anonymous", "admin")
 DEFAULT_HOST, DEFAULT_PORT = "0.0.0.0", 8333
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses on which a server is reached from this machine if it listens on all of them."""
+HOST_PATTERN = r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+"
 AUTHORITY_DAYS, CERTIFICATE_DAYS = 36500, 7300
 BEFORE = datetime.timedelta(days=30)
 """Time before now from which certificates are valid, for a machine whose clock is slow."""

@@ -21,7 +21,9 @@ from torchtitan_diloco.islands.bucket_folder import (
     open_folder,
 )
 from torchtitan_diloco.islands.children import SYNCER_SECONDS, Child, Say, syncer_of
+from torchtitan_diloco.islands.page import RunPages
 from torchtitan_diloco.islands.page_server import Certificate, PageServer, page_address
+from torchtitan_diloco.islands.rules.names import OWNER
 from torchtitan_diloco.islands.seaweed import (
     FREE_PERCENT,
     VOLUME_MB,
@@ -29,8 +31,6 @@ from torchtitan_diloco.islands.seaweed import (
     check_port,
     find_weed,
 )
-from torchtitan_diloco.islands.store_page import StorePages
-from torchtitan_diloco.islands_store.names import OWNER
 from torchtitan_diloco.store import Store, StoreError
 from torchtitan_diloco.store.bucket import Bucket
 from torchtitan_diloco.store.errors import PassingError
@@ -260,7 +260,7 @@ def serve(
 def _serve_page(folder: BucketFolder, host: str, port: int) -> PageServer:
     """Serve the page of the run in a bucket, with the logins of that bucket."""
     return PageServer(
-        StorePages(folder.join_file(SYNCER)),
+        RunPages(folder.join_file(SYNCER)),
         host,
         port,
         logins=folder.logins,

@@ -16,14 +16,14 @@ from torchtitan_diloco.islands.config import Islands, site_of
 from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.layout import Layout
 from torchtitan_diloco.islands.payload import Header, encode, memory_of
+from torchtitan_diloco.islands.rules.checkpoint import Saved
+from torchtitan_diloco.islands.rules.fields import MOST_PHASES, Digest
+from torchtitan_diloco.islands.rules.founding import Founding, SlotStart
+from torchtitan_diloco.islands.rules.island import Island
+from torchtitan_diloco.islands.rules.names import founding_name
+from torchtitan_diloco.islands.rules.settings import RATES, Settings
+from torchtitan_diloco.islands.run_settings import of_diloco
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.islands.store_settings import of_diloco
-from torchtitan_diloco.islands_store.checkpoint import Saved
-from torchtitan_diloco.islands_store.fields import MOST_PHASES, Digest
-from torchtitan_diloco.islands_store.founding import Founding, SlotStart
-from torchtitan_diloco.islands_store.island import Island
-from torchtitan_diloco.islands_store.names import founding_name
-from torchtitan_diloco.islands_store.settings import RATES, Settings
 
 
 class JobCheckpoint(NamedTuple):
@@ -207,8 +207,8 @@ def read_saved(text: str) -> Saved | None:
         return msgspec.json.decode(text.encode(), type=Saved)
     except msgspec.DecodeError as error:
         raise UserError(
-            f"the checkpoint belongs to a run of islands on a NATS server ({error}): continue "
-            "there, or give another run.folder"
+            f"what the checkpoint says of its run of islands is damaged ({error}): start from an "
+            "older one, or give another run.folder"
         ) from error
 
 

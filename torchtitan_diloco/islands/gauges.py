@@ -5,7 +5,7 @@ import time
 from collections import deque
 
 from torchtitan_diloco.diloco.vitals import Vitals
-from torchtitan_diloco.islands_store import note as notes
+from torchtitan_diloco.islands.rules import note as notes
 
 STEP_TIMES = 16
 """Number of latest steps that determine the usual time of a step, and the current speed."""

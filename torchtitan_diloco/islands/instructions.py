@@ -7,15 +7,20 @@ import msgspec
 import torch.distributed as dist
 
 from torchtitan_diloco.base.messages import TransferError, broadcast_object
-from torchtitan_diloco.base.user import PeersLostError, cause_of
+from torchtitan_diloco.base.user import FENCED, PeersLostError, UserError, cause_of
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.islands.members import IslandFencedError
-from torchtitan_diloco.islands_store.decision import ENDS, ORDERS
-from torchtitan_diloco.islands_store.fragment import Boundary
-from torchtitan_diloco.islands_store.island import REJOIN, Island
-from torchtitan_diloco.islands_store.settings import Settings
+from torchtitan_diloco.islands.rules.decision import ENDS, ORDERS
+from torchtitan_diloco.islands.rules.fragment import Boundary
+from torchtitan_diloco.islands.rules.island import REJOIN, Island
+from torchtitan_diloco.islands.rules.settings import Settings
 
 Value = TypeVar("Value")
+
+
+class IslandFencedError(UserError):
+    """Another island, or another process of this one, has taken its slot."""
+
+    exit_code = FENCED
 
 
 class Instructions(msgspec.Struct, array_like=True):

@@ -1,4 +1,4 @@
-"""First rank of an island: threads around the rules of an island (islands_store/island.py).
+"""First rank of an island: threads around the rules of an island (islands/rules/island.py).
 
 | thread | task |
 |---|---|
@@ -33,22 +33,22 @@ from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.founding import store_copies
 from torchtitan_diloco.islands.instructions import Instructions
 from torchtitan_diloco.islands.payload import HEADER_BYTES, memory_of
-from torchtitan_diloco.islands.runs import Decisions, Run
-from torchtitan_diloco.islands.transfers import Transfers
-from torchtitan_diloco.islands_store.commit import CallFailedError
-from torchtitan_diloco.islands_store.fields import MalformedError
-from torchtitan_diloco.islands_store.founding import encode_founding
-from torchtitan_diloco.islands_store.fragment import Apply
-from torchtitan_diloco.islands_store.island import Island
-from torchtitan_diloco.islands_store.names import (
+from torchtitan_diloco.islands.rules.commit import CallFailedError
+from torchtitan_diloco.islands.rules.fields import MalformedError
+from torchtitan_diloco.islands.rules.founding import encode_founding
+from torchtitan_diloco.islands.rules.fragment import Apply
+from torchtitan_diloco.islands.rules.island import Island
+from torchtitan_diloco.islands.rules.names import (
     ISLAND,
     VERSION,
     Object,
     founding_name,
     part_name,
 )
-from torchtitan_diloco.islands_store.note import Gauges, Part
-from torchtitan_diloco.islands_store.settings import RATES
+from torchtitan_diloco.islands.rules.note import Gauges, Part
+from torchtitan_diloco.islands.rules.settings import RATES
+from torchtitan_diloco.islands.runs import Decisions, Run
+from torchtitan_diloco.islands.transfers import Transfers
 from torchtitan_diloco.store import AwayError, DamagedError, FullError, Kind, RefusedError
 
 BEAT = 1.0

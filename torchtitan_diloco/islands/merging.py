@@ -29,10 +29,10 @@ from torchtitan_diloco.islands.payload import (
     read_header,
     write_header,
 )
+from torchtitan_diloco.islands.rules.changes import CODECS
+from torchtitan_diloco.islands.rules.fields import MalformedError
+from torchtitan_diloco.islands.rules.settings import Settings
 from torchtitan_diloco.islands.scratch import FragmentState
-from torchtitan_diloco.islands_store.changes import CODECS
-from torchtitan_diloco.islands_store.fields import MalformedError
-from torchtitan_diloco.islands_store.settings import Settings
 
 
 def outer_optimizer(settings: Settings) -> OuterOptimizer:

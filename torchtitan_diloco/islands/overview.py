@@ -1,241 +1,394 @@
-"""State of a run: which islands train, what rounds wait for, and past events.
+"""State of a run in a store: which islands train, what rounds wait for, and past events.
 
-`overview` is a pure function of the log's state, the heartbeats, and a `History` of the records.
-Command line, page, metrics and report show its numbers.
+`overview` is a pure function of the newest decision, the notes and the history. Command line, page,
+metrics and report show its numbers.
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_diloco.diloco.vitals import STOPPED
-from torchtitan_diloco.islands.ledger import Outcome
-from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.members import Members, Numbers
-from torchtitan_diloco.islands.records import (
-    Change,
-    Close,
-    End,
-    Evict,
-    Give,
-    Open,
-    SlotRecord,
-    Take,
-    name_of,
+from torchtitan_diloco.islands.past import Past
+from torchtitan_diloco.islands.reports import (
+    ALL,
+    EVERYBODY,
+    is_moving,
+    is_silent,
+    kind_of,
+    reports_of,
 )
-from torchtitan_diloco.islands.stays import Stay
+from torchtitan_diloco.islands.rules.decision import (
+    BARRED,
+    ENDS,
+    IS_IDLE,
+    LEAVE,
+    REPLACED,
+    RUNNING,
+    SICK,
+    Decision,
+    Seen,
+    Slot,
+)
+from torchtitan_diloco.islands.rules.history import Sums
+from torchtitan_diloco.islands.rules.names import name_of
+from torchtitan_diloco.islands.rules.note import Gauges, Note, Part
 
-MOST_NEWS, MOST_STAYS = 50, 200
-"""Number of news and ended incarnations to keep."""
-NUMBERS = [key for key in Numbers.__struct_fields__ if key not in ("validated", "vitals", "says")]
-"""Keys of a heartbeat that are columns."""
-
-# --- history --------------------------------------------------------------------------------------
+STALE_SECONDS = 5.0
+"""Seconds after which a new decision is missing: there is one each second."""
+QUIET_SECONDS, QUIET_CYCLES = 30.0, 3.0
+"""Minimum seconds, and number of cycles of H steps and a grace period, after which a new version is
+missing although islands train."""
+RUNNING_PHASE = "running"
+REFUSED = {
+    RUNNING: "refused: another process has its name",
+    REPLACED: "refused: another process has taken its place",
+    BARRED: "refused: evicted",
+}
 
 
 @dataclass
-class History:
-    """History of the run from its records. Pass the outcome of each to `note`, in order."""
+class View:
+    """What was read of a run."""
 
-    stays: dict[str, Stay] = field(default_factory=dict)
-    """Stays by incarnation, in the order in which they joined."""
-    news: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MOST_NEWS))
-    merged: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Newest version of each fragment, and its time."""
-    opened: dict[int, float] = field(default_factory=dict)
-    losses: list[tuple[float, float]] = field(default_factory=list)
-    """Tokens merged, and the loss of the shared model."""
-
-    def note(self, outcome: Outcome, at: float) -> None:
-        """`at`: when the record was stored."""
-        record = outcome.record
-        if record is None or outcome.void:
-            return
-        if isinstance(record, SlotRecord):
-            new = Stay(name_of(record.incarnation), [[at, at]])
-            self.stays.setdefault(record.incarnation, new).see(at)
-        match record:
-            case Take():
-                name, before = name_of(record.incarnation), name_of(record.replaces or "")
-                text = "is back" if before == name else f"replaces {before}" if before else "joins"
-                self.news.append((at, f"{name} {text}"))
-                self._end(record.replaces or "", "gone")
-            case Open():
-                self.opened[record.fragment] = at
-            case Close() if outcome.entry is not None:
-                self.merged[record.fragment] = record.version, at
-                for part in outcome.entry.parts:
-                    if stay := self.stays.get(part.incarnation):
-                        stay.parts += 1
-                        if part.base < record.version - 1:
-                            stay.add_late(at)
-                self.news += [(at, text) for text in outcome.entry.left_out()]
-            case Evict():
-                vote = f"votes to evict {name_of(record.target)}, because it {record.reason}"
-                self.news.append((at, f"{name_of(record.incarnation)} {vote}"))
-                if outcome.evicts:
-                    self._end(record.target, "evicted")
-                    self.news.append((at, f"{name_of(record.target)} is evicted"))
-            case Give():
-                self._end(record.incarnation, "left")
-                self.news.append((at, f"{name_of(record.incarnation)} leaves"))
-            case Change():
-                self.news.append((at, f"the run continues with {record.key} = {record.value}"))
-            case End():
-                self.news.append((at, "the run has ended"))
-
-    def _end(self, incarnation: str, how: str) -> None:
-        if stay := self.stays.get(incarnation):
-            stay.ended = how
-        ended = [key for key, one in self.stays.items() if one.ended]
-        for key in ended[:-MOST_STAYS]:
-            del self.stays[key]
+    decision: Decision | None = None
+    notes: Mapping[str, Note] = field(default_factory=dict)
+    """Newest notes by incarnation: of owners of slots, and of others that were written lately."""
+    past: Past = field(default_factory=Past)
+    still: float = 0.0
+    """Seconds since the decision was written."""
+    opened: Mapping[int, float] = field(default_factory=dict)
+    """Seconds for which the round of a fragment is open, if it was seen closed before."""
+    problem: str = ""
+    """Why the store cannot be read."""
 
 
-# --- the present ----------------------------------------------------------------------------------
+def overview(view: View) -> dict[str, Any]:
+    """Return the numbers of a run, of its islands, fragments and slots."""
+    decision = view.decision
+    if decision is None:
+        return _about(view) | dict.fromkeys(_NUMBERS) | _NOTHING
+    if not decision.is_founded:
+        total = decision.settings.total_tokens
+        return _about(view) | dict.fromkeys(_NUMBERS) | _NOTHING | {"total_tokens": total}
+    moment = _Moment(view, decision, [_waiting(view, slot) for slot in decision.slots])
+    owned = {
+        slot.owner: number for number, slot in enumerate(decision.slots) if slot.owner is not None
+    }
+    joining = sorted(view.notes.keys() - owned.keys())
+    slots = [moment.slot(number) for number in range(len(decision.slots))]
+    islands = [moment.owner(number) for number in owned.values()]
+    islands += [moment.joiner(incarnation) for incarnation in joining]
+    return {
+        **_about(view),
+        **moment.whole(islands, slots),
+        "islands": islands,
+        "fragments": [moment.fragment(number) for number in range(len(decision.fragments))],
+        "slots": slots,
+        "news": [{"time": at, "text": text} for at, text in view.past.news],
+    }
+
+
+_NUMBERS = (
+    *("total_tokens", "tokens_merged", "tokens_per_second", "eta_seconds", "last_merged"),
+    *("loss", "loss_at_tokens", "kept_samples"),
+)
+_NOTHING: dict[str, Any] = {
+    "tokens_merged": 0,
+    "tokens_per_second": 0,
+    "verdicts": [],
+    "islands": [],
+    "fragments": [],
+    "slots": [],
+    "news": [],
+}
+
+
+def _about(view: View) -> dict[str, Any]:
+    decision = view.decision
+    return {
+        "run": "" if decision is None else decision.run,
+        "connection": view.problem or "ok",
+        "phase": _phase(view),
+    }
+
+
+def _phase(view: View) -> str:
+    decision = view.decision
+    if decision is None:
+        return "nothing has been written yet"
+    if decision.ended:
+        return "ended"
+    if decision.stopped:
+        return "its syncer was stopped: islands train on, and nothing is merged"
+    if view.still > STALE_SECONDS and not view.problem:
+        return f"no syncer decides since {view.still:.0f} s: islands train on, nothing is merged"
+    if not decision.is_founded:
+        return f"waits for island {name_of(decision.founder)} to store the first copies"
+    if not decision.begun:
+        there, needed = len(decision.owners()), decision.settings.start_with
+        return f"waits for islands: {there} of {needed} are there"
+    if all(seen is None or is_silent(seen) for seen in decision.seen):
+        return "no island is connected"
+    return RUNNING_PHASE
 
 
 @dataclass(frozen=True)
 class _Moment:
-    state: State
-    members: Members
-    history: History
-    now: float
-    at: float
+    view: View
+    decision: Decision
+    waiting: list[dict[int, Part]]
+    """Parts of each slot that are stored and not decided yet, by fragment."""
 
-    def island(self, name: str, slot: int | None, share: float | None) -> dict[str, Any]:
-        doing, since = self._doing(name, slot)
-        member, stay = self.members.heard.get(name), self.history.stays.get(name)
-        row: dict[str, Any] = {"island": name_of(name), "slot": slot, "doing": doing}
-        row["for_seconds"] = since
-        row |= dict.fromkeys((*NUMBERS, "step", "tokens", "caught_up", "leaving"))
-        if member is not None:
-            hint = member.hint
-            row |= {key: _finite(getattr(hint.numbers, key)) for key in NUMBERS}
-            seconds, rate = hint.step * hint.step_seconds, row["tokens_per_second"]
-            row["tokens_per_second"] = round(rate or (hint.tokens / seconds if seconds else 0))
-            row |= {"step": hint.step, "tokens": hint.tokens}
-            row |= {"caught_up": hint.caught_up, "leaving": hint.leaving}
+    # --- islands ----------------------------------------------------------------------------------
+
+    def owner(self, number: int) -> dict[str, Any]:
+        """Return the numbers of the owner of a slot."""
+        slot, seen = self.decision.slots[number], self._seen(number)
+        assert slot.owner is not None
+        doing, since = self._doing(slot.owner, seen)
+        row = self._row(slot.owner, number, doing, since)
         return row | {
-            "part_in_rounds": share,
-            "late_parts": None if stay is None else stay.late_parts,
-            "heard_seconds_ago": None if member is None else _ago(self.now, member.heard),
-            "incarnation": name,
+            "step": seen.step,
+            "tokens": seen.tokens,
+            "leaving": doing == "leaves",
+            "part_in_rounds": self._share(name_of(slot.owner)),
+            "late_parts": self.view.past.late_parts[name_of(slot.owner)],
+            **self._left_out(slot),
+            "heard_seconds_ago": round(seen.heard + self.view.still, 1),
         }
 
-    def _doing(self, name: str, slot: int | None) -> tuple[str, float | None]:
-        """Return the state of an island, and for how many seconds if it is not the normal state."""
-        member, stay = self.members.heard.get(name), self.history.stays.get(name)
-        if self.state.ended or (slot is not None and self.state.slots[slot].done):
+    def joiner(self, incarnation: str) -> dict[str, Any]:
+        """Return the numbers of an island without a slot."""
+        told, note = self.decision.told.get(incarnation, ""), self.view.notes[incarnation]
+        doing = REFUSED[told] if told in ENDS else "joins"
+        if self.decision.ended:
+            doing = "done"
+        elif note.wish and not told and self._is_full():
+            doing = "waits for a slot"
+        return self._row(incarnation, None, doing, None)
+
+    def _row(
+        self, incarnation: str, slot: int | None, doing: str, since: float | None
+    ) -> dict[str, Any]:
+        """Return the columns of an island. `since`: for how many seconds it does this."""
+        note = self.view.notes.get(incarnation)
+        gauges = Gauges() if note is None else note.read_gauges()
+        rate = gauges.tokens_per_second
+        if note is not None and not rate and note.step and note.step_seconds:
+            rate = note.tokens / (note.step * note.step_seconds)
+        return {
+            "island": name_of(incarnation),
+            "slot": slot,
+            "doing": doing,
+            "for_seconds": since,
+            "site": gauges.site or None,
+            "tokens_per_second": None if note is None or slot is None else round(rate),
+            "waited": None if note is None or slot is None else gauges.waited,
+            "loss": gauges.loss,
+            "round_trip_seconds": gauges.round_trip or None,
+            "upload_bytes_per_second": gauges.upload_rate or None,
+            "step": None if note is None else note.step,
+            "tokens": None if note is None else note.tokens,
+            "leaving": False,
+            "part_in_rounds": None,
+            "late_parts": None,
+            "left_out": None,
+            "left_out_reason": None,
+            "heard_seconds_ago": None,
+            "incarnation": incarnation,
+        }
+
+    def _doing(self, owner: str, seen: Seen) -> tuple[str, float | None]:
+        """Return the state of an owner, and for how many seconds if it is not the normal state."""
+        decision = self.decision
+        if decision.ended:
             return "done", None
-        if member is None:
-            return "gone", None if stay is None else _ago(self.at, stay.spans[-1][1])
-        if self.now - member.heard >= self.members.expiry:
-            return "gone", _ago(self.now, member.heard)
-        if slot is None:
-            return "joins", None
-        if member.hint.leaving:
+        if is_silent(seen):
+            return "gone", seen.heard
+        if decision.told.get(owner) == LEAVE:
             return "leaves", None
-        if not self.state.begun:
+        if seen.flags & IS_IDLE:
+            newest = max(shared.clock for shared in decision.fragments)
+            is_over = newest >= decision.settings.total_tokens
+            return "sends its last work" if is_over else "leaves", None
+        if not decision.begun:
             return "waits", None
-        if not member.hint.caught_up:
-            return "behind the log", None
-        if not self.members.is_moving(name, self.now, member.hint.step_seconds):
-            return "completes no step", _ago(self.now, member.moved)
+        if not is_moving(seen):
+            return "completes no step", seen.still
         return "trains", None
 
-    def fragment(self, number: int, islands: list[dict[str, Any]]) -> dict[str, Any]:
-        fragment, opened = self.state.fragments[number], self.history.opened.get(number)
-        merged, is_open = self.history.merged.get(number), fragment.open is not None
-        there = [row for row in islands if is_open and row["doing"] in ("trains", "leaves")]
-        waits = [row["island"] for row in there if fragment.waiting_of(row["slot"]) is None]
+    def _seen(self, slot: int) -> Seen:
+        known = self.decision.seen[slot] if slot < len(self.decision.seen) else None
+        return Seen() if known is None else known
+
+    def _is_full(self) -> bool:
+        return len(self.decision.owners()) >= self.decision.settings.slots
+
+    def _share(self, name: str) -> float | None:
+        """Return the share of the latest rounds that have a part of an island: the island with the
+        most parts is in nearly all of them."""
+        last = self.view.past.last
+        most = max((sums.parts for sums in last.values()), default=0)
+        return last[name].parts / most if most and name in last else None
+
+    def _left_out(self, slot: Slot) -> dict[str, Any]:
+        """Return how many parts of an owner were left out lately, and why the last one was if no
+        later part was merged."""
+        assert slot.owner is not None
+        last = self.view.past.last.get(name_of(slot.owner), Sums())
+        count = last.refused + last.lost
+        reason = next((one.fate.words for one in slot.ledgers if one.fate.is_left_out), None)
+        return {"left_out": count or None, "left_out_reason": reason if count else None}
+
+    # --- rounds and samples -----------------------------------------------------------------------
+
+    def fragment(self, number: int) -> dict[str, Any]:
+        decision = self.decision
+        shared = decision.fragments[number]
+        waits = [
+            name_of(slot.owner)
+            for slot, parts in zip(decision.slots, self.waiting, strict=True)
+            if slot.owner is not None and slot.owner in self.view.notes
+            if shared.is_open and slot.owner in decision.ready and number not in parts
+        ]
         return {
             "fragment": number,
-            "version": fragment.version,
-            "merged_seconds_ago": _ago(self.at, merged[1]) if merged else None,
-            "open": is_open,
-            "open_seconds": _ago(self.at, opened) if is_open and opened is not None else None,
+            "version": shared.version,
+            "merged_seconds_ago": self._merged_ago(number),
+            "open": shared.is_open,
+            "open_seconds": self.view.opened.get(number) if shared.is_open else None,
             "waits_for": waits,
-            "waiting": len(fragment.waiting),
+            "waiting": sum(number in parts for parts in self.waiting),
         }
+
+    def _merged_ago(self, number: int) -> float | None:
+        """Return the seconds since the newest version of a fragment was merged."""
+        decision = self.decision
+        version = decision.fragments[number].version
+        ledgers = [slot.ledgers[number] for slot in decision.slots]
+        merged = [ledger.since for ledger in ledgers if ledger.version == version > 0]
+        if not merged:
+            return None
+        return round(max(0.0, decision.age - max(merged)) + self.view.still, 1)
+
+    def slot(self, number: int) -> dict[str, Any]:
+        """Count the samples of a slot by their fate, averaged over the fragments."""
+        decision, slot = self.decision, self.decision.slots[number]
+        counts = Counter(merged=0, lost=0, waiting=0)
+        behind = 0
+        for fragment, ledger in enumerate(slot.ledgers):
+            counts.update(merged=ledger.taken - ledger.lost, lost=ledger.lost)
+            part = self.waiting[number].get(fragment)
+            if part is not None:
+                counts["waiting"] += part.end - part.start
+            behind = max(behind, decision.fragments[fragment].version - ledger.version)
+        means = {name: round(count / len(slot.ledgers)) for name, count in counts.items()}
+        share = None if slot.owner is None else self._share(name_of(slot.owner))
+        return {
+            "slot": number,
+            "owner": slot.owner,
+            **means,
+            "read_twice": slot.read_twice,
+            "part_in_rounds": share,
+            "rounds_since_last_part": None if slot.owner is None else behind,
+        }
+
+    # --- the run ----------------------------------------------------------------------------------
 
     def whole(self, islands: list[dict[str, Any]], slots: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the numbers of the run."""
-        state, heard = self.state, self.members.heard.copy().values()
-        present = [one for one in heard if self.now - one.heard < self.members.expiry]
-        merged, total = max(state.clocks, default=0), state.facts.total_tokens if state.facts else 0
-        rate = sum(row["tokens_per_second"] for row in islands if row["doing"] == "trains")
-        loss = max((pair for one in heard if (pair := one.hint.numbers.validated)), default=None)
-        versions = ((when, key, number) for key, (number, when) in self.history.merged.items())
-        last = max(versions, default=None)
+        decision = self.decision
+        total = decision.settings.total_tokens
+        merged = max(shared.clock for shared in decision.fragments)
+        trains = [row for row in islands if row["doing"] == "trains"]
+        rate = sum(row["tokens_per_second"] or 0 for row in trains)
+        validated = [*self.view.past.losses, *self._validated()]
+        loss = max(validated, default=None)
+        phase = _phase(self.view)
+        if phase == RUNNING_PHASE and (quiet := self._quiet_seconds(islands)):
+            phase = f"nothing was merged for {quiet:.0f} s, although islands train"
+        moves = bool(rate) and phase == RUNNING_PHASE
         kept = sum(slot["merged"] for slot in slots)
         read = kept + sum(slot["lost"] + slot["read_twice"] for slot in slots)
-        phase = "ended" if state.ended else "running" if state.begun else "waits for islands"
-        if phase == "running" and not present:
-            phase = "no island is connected"
-        # Others need some seconds to hear that an island is back.
-        back = {f"{row['island']}: {STOPPED}" for row in islands if row["doing"] != "gone"}
-        verdicts = {text for one in present for text in one.hint.numbers.says} - back
         return {
-            "phase": phase if state.facts else "nothing has been written yet",
-            "total_tokens": total or None,
+            "phase": phase,
+            "total_tokens": total,
             "tokens_merged": merged,
             "tokens_per_second": rate,
-            "eta_seconds": max(0, total - merged) / rate if rate and not state.ended else None,
-            "last_merged": last
-            and {"fragment": last[1], "version": last[2], "seconds_ago": _ago(self.at, last[0])},
-            "loss": _finite(loss[1]) if loss else None,
-            "loss_at_tokens": loss[0] if loss else None,
-            "verdicts": sorted(verdicts),
+            "eta_seconds": max(0, total - merged) / rate if moves else None,
+            "last_merged": self._last_merged(),
+            "loss": None if loss is None else loss[1],
+            "loss_at_tokens": None if loss is None else loss[0],
+            "verdicts": self._verdicts(),
             "kept_samples": kept / read if read else None,
         }
 
+    def _quiet_seconds(self, islands: list[dict[str, Any]]) -> float | None:
+        """Return for how many seconds nothing was merged although islands train, or None if a new
+        version is not late."""
+        decision, past = self.decision, self.view.past
+        trains = {row["island"] for row in islands if row["doing"] == "trains"}
+        if not trains:
+            return None
+        began = [stay.spans[-1][0] for stay in past.stays if stay.name in trains and not stay.ended]
+        waited = decision.written + self.view.still - max(past.led, min(began, default=0.0))
+        last = self._last_merged()
+        seconds = waited if last is None else min(waited, last["seconds_ago"])
+        usual = [seen.step_seconds for seen in decision.seen if seen is not None]
+        step = min((one for one in usual if one), default=0.0)
+        cycle = decision.settings.sync_every * step + decision.settings.grace
+        return seconds if seconds > max(QUIET_SECONDS, QUIET_CYCLES * cycle) else None
 
-def overview(
-    state: State, members: Members, history: History, now: float, at: float
-) -> dict[str, Any]:
-    """Return the numbers of a run, of its islands, fragments and slots.
+    def _validated(self) -> list[tuple[int, float]]:
+        """Return the losses of the shared model in the notes, which the history has later."""
+        found = [note.read_gauges().validated for note in self.view.notes.values()]
+        return [pair for pair in found if pair is not None and math.isfinite(pair[1])]
 
-    `now`: on the clock of `members`. `at`: the same in seconds since 1970.
-    """
-    moment = _Moment(state, members, history, now, at)
-    heard, owned = members.heard.copy(), {owner: slot for slot, owner in state.owners().items()}
-    there = {name for name, one in heard.items() if now - one.heard < members.expiry}
-    joining = there.difference(state.incarnations)
-    names = sorted({*owned, *joining}, key=lambda name: (owned.get(name, len(state.slots)), name))
-    slots = [_slot(state, number) for number in range(len(state.slots))]
-    shares = {slot["owner"]: slot["part_in_rounds"] for slot in slots}
-    islands = [moment.island(name, owned.get(name), shares.get(name)) for name in names]
+    def _last_merged(self) -> dict[str, Any] | None:
+        ages = {
+            number: ago
+            for number in range(len(self.decision.fragments))
+            if (ago := self._merged_ago(number)) is not None
+        }
+        if not ages:
+            return None
+        number = min(ages, key=ages.__getitem__)
+        version = self.decision.fragments[number].version
+        return {"fragment": number, "version": version, "seconds_ago": ages[number]}
+
+    def _verdicts(self) -> list[str]:
+        """Return what is wrong with islands, by what the syncer sees, and what they say."""
+        decision = self.decision
+        if decision.ended:
+            return []
+        found = {
+            f"{name}: {report.absent}"
+            for name, report in reports_of(decision).items()
+            if report.absent
+        }
+        for slot, seen in zip(decision.slots, decision.seen, strict=False):
+            if slot.owner is None or seen is None or is_silent(seen):
+                continue
+            found |= _said(slot, seen)
+            if decision.told.get(slot.owner) == SICK:
+                found.add(f"{name_of(slot.owner)}: its numbers are repeatedly wrong")
+        return sorted(found)
+
+
+def _waiting(view: View, slot: Slot) -> dict[int, Part]:
+    note = view.notes.get(slot.owner or "")
     return {
-        **moment.whole(islands, slots),
-        "islands": islands,
-        "fragments": [moment.fragment(number, islands) for number in range(len(state.fragments))],
-        "slots": slots,
-        "news": [{"time": when, "text": text} for when, text in history.news],
+        part.fragment: part
+        for part in (() if note is None else note.read_parts())
+        if isinstance(part, Part) and part.fragment < len(slot.ledgers)
+        if part.number == slot.ledgers[part.fragment].number + 1
     }
 
 
-def _slot(state: State, number: int) -> dict[str, Any]:
-    """Count the samples of a slot by their fate, averaged over the fragments."""
-    slot, counts = state.slots[number], Counter(merged=0, lost=0, waiting=0)
-    rounds, entries, behind = 0, 0, 0
-    for fragment, ledger in zip(state.fragments, slot.ledgers, strict=True):
-        counts.update(merged=ledger.merged, lost=ledger.lost)
-        if (part := fragment.waiting_of(number)) is not None:
-            counts["waiting"] += part.end - part.start
-        rounds, entries = rounds + fragment.version - ledger.since, entries + ledger.entries
-        behind = max(behind, fragment.version - max(ledger.merged_in, ledger.since))
-    means = {name: round(count / len(state.fragments)) for name, count in counts.items()}
-    share = entries / rounds if slot.owner and rounds else None
-    row = {"slot": number, "owner": slot.owner, **means, "read_twice": slot.read_twice}
-    late = behind if share is not None else None
-    return row | {"part_in_rounds": share, "rounds_since_last_part": late}
-
-
-def _ago(now: float, before: float) -> float:
-    return round(max(0.0, now - before), 1)  # clocks of sites differ a little
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _said(slot: Slot, seen: Seen) -> set[str]:
+    kind = kind_of(seen.says)
+    if not kind:
+        return set()
+    return {f"{ALL if kind == EVERYBODY else name_of(slot.owner or '')}: {kind}"}

@@ -7,8 +7,8 @@ from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.islands.gauges import Gauges
 from torchtitan_diloco.islands.link import Prepared
-from torchtitan_diloco.islands_store.fragment import Apply
-from torchtitan_diloco.islands_store.note import Part
+from torchtitan_diloco.islands.rules.fragment import Apply
+from torchtitan_diloco.islands.rules.note import Part
 
 
 class OwnRounds:

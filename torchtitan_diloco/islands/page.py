@@ -1,27 +1,31 @@
-"""The page of a run with a log."""
+"""The page of a run in a store, and its numbers for Prometheus."""
 
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
-from torchtitan_diloco.islands import page_server
-from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.page_server import Certificate, html_page, metrics, page_address
-from torchtitan_diloco.islands.reader import Reader, open_reader
-from torchtitan_diloco.islands.server import Server
+from torchtitan_diloco.islands.overview import View, overview
+from torchtitan_diloco.islands.page_server import PageServer, html_page, metrics, page_address
+from torchtitan_diloco.islands.reader import REFRESH_SECONDS, Reader
+from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.store import AwayError, ClosedError, open_store
+from torchtitan_diloco.store.join_file import read_join_file
 
-__all__ = ["PageServer", "page_address"]
-
-CACHE_SECONDS = 1.0
-RETRY_SECONDS = 5.0
+AGAIN_SECONDS = 2.0
+"""Seconds after which a store that could not be opened is opened again."""
 
 
-class Watcher:
-    """Reads the log and the heartbeats in a thread, over a separate connection."""
+class RunPages:
+    """Reads a run in a thread, with its whole history, and renders its pages."""
 
-    def __init__(self, join: Join) -> None:
-        self._join, self._lock, self._closed = join, threading.Lock(), threading.Event()
-        self._reader: Reader | None = None
-        self._problem, self._built_at = "reading the log", -CACHE_SECONDS
+    def __init__(self, location: str | Path) -> None:
+        self._location = location
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._view: View | None = None
+        self._problem = "reading the run"
+        self._built_at = -REFRESH_SECONDS
         self._pages: dict[str, tuple[str, bytes]] = {}
         self._thread = threading.Thread(target=self._run, name="islands-page", daemon=True)
         self._thread.start()
@@ -29,8 +33,9 @@ class Watcher:
     def page(self, path: str) -> tuple[str, bytes] | None:
         """Return type and content, at most a second old, or None if there is no such page."""
         with self._lock:
-            if time.monotonic() > self._built_at + CACHE_SECONDS:
-                self._pages, self._built_at = self._build(), time.monotonic()
+            if time.monotonic() > self._built_at + REFRESH_SECONDS:
+                self._pages = self._build()
+                self._built_at = time.monotonic()
             return self._pages.get(path)
 
     def close(self) -> None:
@@ -38,13 +43,12 @@ class Watcher:
         self._thread.join()
 
     def _build(self) -> dict[str, tuple[str, bytes]]:
-        if self._reader is None:
+        view = self._view
+        if view is None:
             return {"/": ("text/plain", self._problem.encode())}
-        found = self._reader.overview()
-        history = self._reader.history
-        html = html_page(
-            found, list(history.stays.values()), history.losses, at=time.time(), source="server"
-        )
+        found = overview(view)
+        past = view.past
+        html = html_page(found, past.stays, past.losses, at=past.ended or time.time())
         return {
             "/": ("text/html", html.encode()),
             "/metrics": ("text/plain; version=0.0.4", metrics(found).encode()),
@@ -53,25 +57,40 @@ class Watcher:
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                with open_reader(self._join, whole=True) as reader:
-                    while not self._closed.is_set():
-                        with self._lock:
-                            reader.read()
-                            self._reader = reader
-                        reader.connection.receive()
-            except Exception as error:  # the server may have ended, or its log be another one
-                self._reader, self._problem = None, f"the log cannot be read: {error}"
-            self._closed.wait(RETRY_SECONDS)
+                self._read()
+            except ClosedError:
+                return
+            except Exception as error:  # the store may be away, or the run be another one
+                self._view = None
+                self._problem = f"the run cannot be read: {error}"
+            self._closed.wait(AGAIN_SECONDS)
+
+    def _read(self) -> None:
+        """Read a run until this is closed."""
+        run = Run(open_store(self._location, writes=None, patience=0.0, quiet=True))
+        try:
+            reader = Reader(run, whole=True)
+            while not self._closed.is_set():
+                with suppress(AwayError):  # the page says so
+                    reader.read()
+                self._view = reader.view()
+                self._closed.wait(REFRESH_SECONDS)
+        finally:
+            run.close()
 
 
-class PageServer(page_server.PageServer):
-    """Serves the page of a run to users with one of its passwords."""
+def serve_page(location: str, address: str) -> PageServer:
+    """Serve the page of a run to this machine, and return its server.
 
-    def __init__(self, of: Server, host: str, port: int) -> None:
-        super().__init__(
-            Watcher(of.admin),
-            host,
-            port,
-            logins=lambda: of.settings.sites,
-            certificate=Certificate(of.path / "certificate.pem", of.path / "key.pem"),
-        )
+    `address`: [HOST:]PORT. Users need the login of a join file, if the location is one.
+    """
+    host, port = page_address(address)
+    path = Path(location).expanduser()
+    logins: dict[str, str] | None = None
+    if "://" not in location and path.is_file():
+        join = read_join_file(path)
+        logins = {join.access_key_id: join.secret_access_key}
+    known = logins
+    return PageServer(
+        RunPages(location), host, port, logins=None if known is None else lambda: known
+    )

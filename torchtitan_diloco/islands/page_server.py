@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
+from torchtitan_diloco.base.hardware import is_loopback
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.islands.config import is_loopback
 from torchtitan_diloco.islands.stays import Stay, lanes_of, time_text
 from torchtitan_diloco.islands.tables import TABLES, headline, table
 

@@ -7,10 +7,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torchtitan_diloco.islands.rules.decision import Decision
+from torchtitan_diloco.islands.rules.history import Bin, Event, EventKind, Sums
+from torchtitan_diloco.islands.rules.presence import SILENT
 from torchtitan_diloco.islands.stays import Stay, append_thinned
-from torchtitan_diloco.islands_store.decision import Decision
-from torchtitan_diloco.islands_store.history import Bin, Event, EventKind, Sums
-from torchtitan_diloco.islands_store.presence import SILENT
 
 MOST_NEWS = 50
 """Number of news to keep."""

@@ -24,9 +24,9 @@ from torchtitan_diloco.diloco.codecs.base import UNIT
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
 from torchtitan_diloco.islands.layout import Layout
-from torchtitan_diloco.islands_store.changes import CODECS
-from torchtitan_diloco.islands_store.fields import MalformedError
-from torchtitan_diloco.islands_store.note import MOST_RANKS, Part
+from torchtitan_diloco.islands.rules.changes import CODECS
+from torchtitan_diloco.islands.rules.fields import MalformedError
+from torchtitan_diloco.islands.rules.note import MOST_RANKS, Part
 
 _MAGIC = b"tdv1"
 _HEADER = struct.Struct("<4sI8sIIQ")

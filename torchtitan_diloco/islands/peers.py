@@ -1,64 +1,83 @@
-"""An island's peers: the log and the rules decide what to send and apply."""
+"""An island's peers: a syncer decides what to send and apply, through a store."""
 
 import math
-import secrets
 import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from functools import cache, partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 
-import msgspec
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.base.background import BackgroundThread
 from torchtitan_diloco.base.log import logger
-from torchtitan_diloco.base.messages import broadcast_object
 from torchtitan_diloco.base.settings import check_class
 from torchtitan_diloco.base.tensors import drop_gathered
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.diloco import delta_norms, modes
 from torchtitan_diloco.diloco import state_dict as saving
-from torchtitan_diloco.diloco.agreement import PLACES, agree, code_fingerprint
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.liveness import LATE_SECONDS, Liveness
+from torchtitan_diloco.diloco.delta_norms import sum_over_ranks
+from torchtitan_diloco.diloco.flags import NOT_FINITE
+from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
-from torchtitan_diloco.diloco.round import InFlight, Round
+from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import build_schedule
-from torchtitan_diloco.diloco.state_dict import SHARED, SLOTS, FragmentFacts, OuterFacts, SavedState
-from torchtitan_diloco.diloco.vitals import Action, Report
+from torchtitan_diloco.diloco.state_dict import SHARED, FragmentFacts, OuterFacts, SavedState
+from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.diloco.witness import STILL_SECONDS, Witness
-from torchtitan_diloco.islands.changes import TOTAL_TOKENS, with_settings
 from torchtitan_diloco.islands.config import (
     Islands,
-    Join,
     change_commands,
     checked_count,
+    login_in,
     own_loop_settings,
 )
-from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.copies import Copies, arithmetic_of, encode_delta, fingerprints
-from torchtitan_diloco.islands.joining import StaleError
-from torchtitan_diloco.islands.layout import Ranks, collect
-from torchtitan_diloco.islands.leader import Leader, Seat
-from torchtitan_diloco.islands.ledger import Boundary, Due, Mode
-from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.members import Gauges
-from torchtitan_diloco.islands.records import Facts, Part
-from torchtitan_diloco.islands.rounds import Timing
+from torchtitan_diloco.islands.followers import SharedCopies, collect_part
+from torchtitan_diloco.islands.founding import (
+    Contribution,
+    JobCheckpoint,
+    read_saved,
+    write_saved,
+)
+from torchtitan_diloco.islands.gauges import STEP_TIMES, Gauges
+from torchtitan_diloco.islands.instructions import Instructions, share
+from torchtitan_diloco.islands.layout import Layout, Ranks, shapes_of
+from torchtitan_diloco.islands.link import Link
+from torchtitan_diloco.islands.own_rounds import OwnRounds
+from torchtitan_diloco.islands.payload import Header
+from torchtitan_diloco.islands.rules import fragment as rules
+from torchtitan_diloco.islands.rules import note as notes
+from torchtitan_diloco.islands.rules.fragment import Boundary
+from torchtitan_diloco.islands.rules.island import ENDED, LEFT, Island
+from torchtitan_diloco.islands.rules.settings import Settings
+from torchtitan_diloco.islands.run_settings import in_diloco
+from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.seat import Seat, take_seat
+from torchtitan_diloco.islands.waiting import (
+    Waiting,
+    at_boundary,
+    before_start,
+    obstacle,
+    raise_if_ended,
+)
+from torchtitan_diloco.islands.witness import IslandWitness
 
-LOOK = 0.05  # seconds between two looks at the log at the end of the run
+CLOSE_SECONDS = 5.0
+"""Seconds for which a rank waits at its end for the first one."""
+AWAY_SECONDS, UNDECIDED_SECONDS = 10.0, 25.0
+"""Seconds without the store, and without a decision, after which an island that leaves gives up.
+Another syncer takes over after ten seconds."""
 
 
-class IslandPeers(Peers, Witness):
-    """The other islands of a run whose islands share a log."""
+class IslandPeers(Peers):
+    """The other islands of a run in a store."""
 
+    makes_outer_steps = False
     seat: Seat
     """Slot of this island and its first sample, after `join`."""
 
@@ -72,8 +91,11 @@ class IslandPeers(Peers, Witness):
         ranks: dist.ProcessGroup | None = None,
         liveness: Liveness | None = None,
         facts: Mapping[str, object] | None = None,
+        corpus: str = "",
+        phases: Sequence[float] = (),
+        job: JobCheckpoint | None = None,
     ) -> None:
-        """Connect only in `join`.
+        """Open the store only in `join`.
 
         Args:
             islands: the run to join.
@@ -83,23 +105,42 @@ class IslandPeers(Peers, Witness):
             ranks: joins the ranks of this island on the CPU.
             liveness: watches these ranks.
             facts: other facts that must be equal on all islands, such as the data.
+            corpus: digest in hexadecimal digits of the data of this island, if islands have data of
+                their own. It only continues slots of the same corpus.
+            phases: shares of `total_tokens` at which streams enter the next phase of the data:
+                `entered` says where this one has.
+            job: what the checkpoint of a job contains that this island loads, if any.
         """
         check_class(islands, "islands", Islands)
         self.islands = islands
         self.total_tokens = checked_count("total_tokens", total_tokens)  # such as 1e9
-        self._tokens_per_step = checked_count("tokens_per_step", tokens_per_step)
-        self._samples_per_step = checked_count("samples_per_step", samples_per_step)
-        self._given, self._liveness = ranks, liveness or Liveness(None)
-        self._facts = {name: str(value) for name, value in (facts or {}).items()}
+        self._brings = Contribution(
+            islands,
+            total_tokens=self.total_tokens,
+            tokens_per_step=checked_count("tokens_per_step", tokens_per_step),
+            samples_per_step=checked_count("samples_per_step", samples_per_step),
+            facts={name: str(value) for name, value in (facts or {}).items()},
+            corpus=corpus,
+            phases=tuple(phases),
+            job=job,
+        )
+        self._given = ranks
+        self._liveness = liveness or Liveness(None)
         self.gauges = Gauges()
-        self._leader: Leader | None = None
-        self._follower: BackgroundThread | None = None
-        self._following = Future[None]()
-        self._sent: dict[int, InFlight] = {}  # the latest part of each fragment, and its upload
-        self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
-        self._last = Boundary(clock=0)
-        self._said = 0.0, 0.0  # since when training waited, and for how long, when it was said
-        self._saved: State | None = None  # state of the log in the checkpoint that was loaded
+        self._link: Link | None = None
+        """Threads of the first rank. The others have `_following`."""
+        self._following: BackgroundThread | None = None
+        self._followed: Future[None] | None = None
+        self._last = Instructions(Boundary(clock=0))
+        """The latest ones."""
+        self._versions = list[int]()
+        self._encoded: list[Future[None]] = []
+        self._rounds = OwnRounds(self.gauges)
+        self._durations = deque[float](maxlen=STEP_TIMES)
+        self._boundary_at = math.nan
+        self._used: Settings | None = None
+        self._witness = IslandWitness(islands.name, self.gauges)
+        self._waiting = Waiting(f"island {islands.name}")
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -109,95 +150,107 @@ class IslandPeers(Peers, Witness):
 
     def prepare_to_send(self) -> None:
         self._ranks = Ranks(self._given)
-        agree({}, self._ranks.copies, "rank", results=arithmetic_of(self.config))
-        self._copies = Copies(self.states, self.config, self._ranks)
-        self._codec, self._encode = cache(self._copies.build_codec), encode_delta
+        size, rank = self._ranks.size, self._ranks.rank
+        self._layouts = [Layout(shapes_of(one), size, rank) for one in self.fragments]
+        self._copies = SharedCopies(self.states, self._layouts, self._ranks)
+        self._versions = [0] * len(self.states)
         self._finalizer = weakref.finalize(
             self, close, self.background, None, self._liveness, False
         )
 
     def join(self) -> Seat:
-        """Connect, take a slot, wait for the run to start, and load the shared parameters."""
-        if self._leader or self._follower:
-            raise RuntimeError("join() was already called: create new IslandPeers to join again")
-        seat = self._join() if self._ranks.is_first else None
-        if seat is None:
-            self._follower = BackgroundThread("islands")
-            self._following = self._follower.submit(self._copies.follow)
-        self.seat = seat = broadcast_object(seat, Seat, self._ranks.decisions)
-        self.total_tokens, self._last = seat.total_tokens, Boundary(seat.clock)
+        """Take a slot, wait for the run to start, and load the shared parameters."""
+        if self._is_open:
+            raise RuntimeError("join() was already called: create new peers to join again")
+        checksums = self._copies.checksums()
+        if self._ranks.is_first:
+            self._link = self._open(checksums)
+            self._link.start()
+        else:
+            self._following = BackgroundThread("island-follow")
+            self._followed = self._following.submit(self._copies.follow)
         drop_gathered(self.model)
-        self._copies.write_model(seat.versions)
-        copy = f"takes the newest shared copy, of {seat.clock:,} tokens, and " * (seat.clock > 0)
-        place = f"slot {seat.slot} of {seat.slots}, {copy}starts at its sample {seat.position:,}"
-        logger.info(f"island {self.islands.name} has {place}")
-        return seat
+        began = time.monotonic()
 
-    def _join(self) -> Seat:
-        self._leader = self.build_leader()
-        try:
-            return self._leader.join(self._saved)
-        except StaleError as error:
-            logger.warning(f"{error}: this island takes the shared copies of another one")
-            self._leader.close()
-            self._leader = self.build_leader()
-            return self._leader.join(None)
+        def take(apply: rules.Apply) -> None:
+            self._take(apply)
+            self._say_wait(began, before_start)  # others may train all the time
 
-    def build_leader(self) -> Leader:
-        """Build the leader, for the first rank. It is not connected yet."""
-        chosen, config = self.islands, self.config
-        join, incarnation = Join.parse(chosen.join), f"{chosen.name}/{secrets.token_hex(4)}"
-        declare = partial(self._copies.run, self._copies.declare)
-        last = self._saved if self._saved and self._saved.run != join.run else None
-        before = last.facts if last else None
-        facts = Facts(
-            run=join.run,
-            clocks=last.clocks if last else (),
-            positions=last.positions if last else (),
-            slots=max(chosen.slots, before.slots if before else 0),
-            streams=before.streams if before else 0,
-            begin=chosen.begin,
-            quorum=chosen.quorum,
-            total_tokens=self.total_tokens,
-            cycle=chosen.begin * config.sync_every * self._tokens_per_step,
-            outer_lr=config.outer_optimizer.lr,
-            checksums=tuple(declare(one, 0) for one in range(len(self.states))),
-            block=self._samples_per_step,
-            fingerprints=fingerprints(config, self.states, self._facts),
-            code=code_fingerprint(*PLACES),
+        while not self._last.has_begun:
+            for _ in self._boundary(applies=take):
+                raise AssertionError("nothing is sent before the run has begun")
+            self._last.raise_if_over(self.islands.name)
+            if self._link is not None:
+                raise_if_ended(self.machine, self.islands.join)
+            self._say_wait(began, before_start)
+        for _ in self._boundary(applies=self._take):
+            raise AssertionError("nothing is sent before the first step")
+        for state in self.states:
+            state.write_model()
+        name = self.islands.name
+        seat = None if self._link is None else take_seat(name, self._link.machine, self.clock)
+        self.seat = share(seat, Seat, self._ranks.decisions)
+        return self.seat
+
+    def _open(self, checksums: Sequence[str]) -> Link:
+        """Open the store, and build the machine of this island. `checksums`: of the copies P."""
+        store = self._waiting.open(self.islands.join, writes=f"part/{self.islands.name}/")
+        self._brings.islands = self.islands
+        machine = self._brings.machine(
+            self.config, store.kind, self.fragments, self._layouts, checksums
         )
-        limit = config.delta_norm_limit
-        timing = Timing(self.schedule, chosen.grace_seconds, limit, chosen.action)
-        connection = Connection(join, incarnation, chosen.slot_seconds, streams=config.link.streams)
-        return Leader(connection, self._copies, facts, timing, incarnation, self.gauges)
+        link = Link(Run(store, self.config.link.streams), machine, self._copies, checksums)
+        self.gauges.site = login_in(self.islands.join)[: notes.MOST_OF_SITE]
+        link.gauges = self._witness.own_gauges
+        self._witness.link = link
+        return link
 
     def close(self) -> None:
-        if self._leader is not None:
-            self._leader.close()
-            self._copies.run(self._copies.stop)
-            self._leader = None
-        if self._follower is not None:
-            self._following.result()
-            self._follower.close(timeout=1.0)
-            self._follower = None
+        if self._link is not None:
+            self._link.close(deletes_note=self._last.ending in (ENDED, LEFT))
+            self._link = None
+        if self._following is not None:
+            self._following.close(timeout=CLOSE_SECONDS)  # the first rank ends it
+            self._copies.close()
+            self._following = None
         self._finalizer()
 
     # --- the run ----------------------------------------------------------------------------------
 
     @property
+    def machine(self) -> Island:
+        """The rules, on the first rank."""
+        assert self._link is not None
+        return self._link.machine
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether this island has joined, and is not closed."""
+        return self._link is not None or self._following is not None
+
+    @property
     def left(self) -> bool:
         """Whether this island leaves before the end of the run, or has left."""
-        return self._last.leaving
+        return self._last.is_leaving and self._last.ending != ENDED
 
     @property
     def clock(self) -> int:
         """Tokens of the run so far."""
-        return self._last.clock
+        return self._last.due.clock
 
     @property
     def finished(self) -> bool:
-        """Whether the run has merged its tokens, or this island was asked to leave."""
-        return self._last.stopped
+        """Whether the run has merged its tokens, or this island was asked to leave.
+
+        It is not if this island has lost its slot: the next call then raises an error.
+        """
+        return self._last.is_leaving or self._last.ending in (ENDED, LEFT)
+
+    @property
+    def entered(self) -> list[int]:
+        """Positions at which the stream of this island has entered phases of the data. A new one is
+        the next sample to read."""
+        return list(self._last.entered)
 
     @property
     def progress(self) -> float:
@@ -205,19 +258,7 @@ class IslandPeers(Peers, Witness):
 
     @property
     def witness(self) -> Witness:
-        return self
-
-    def late(self) -> Mapping[str, Report]:
-        return {name: report for name, report in self.reports().items() if report.absent}
-
-    def reports(self) -> Mapping[str, Report]:
-        return {} if self._leader is None else self._leader.reports()
-
-    def say(self, verdicts: Sequence[str]) -> None:
-        self.gauges.says = tuple(one[:100] for one in verdicts[:8])
-
-    def take_actions(self) -> list[Action]:
-        return [] if self._leader is None else self._leader.take_actions()
+        return self._witness
 
     def advise(self, settings: Mapping[str, object]) -> str:
         return change_commands(self.islands, settings)
@@ -229,190 +270,223 @@ class IslandPeers(Peers, Witness):
 
     # --- training thread --------------------------------------------------------------------------
 
-    def due_tasks(
-        self,
-        weight: float,
-        reset: Collection[int],  # noqa: ARG002 - islands count all their tokens
-    ) -> Iterator[Send | Apply]:
+    def due_tasks(self, weight: float, reset: Collection[int]) -> Iterator[Send | Apply]:
         """When the run should have all its tokens, wait until they are merged, or continue to train
         if some are missing."""
-        if self._leader is None and self._follower is None:
+        if not self._is_open:
             raise RuntimeError(
                 "call join() before the first step, and do not call step() after close()"
             )
-        most = self._tokens_per_step
+        most = self._brings.tokens_per_step
         if not 0 <= weight <= most or weight != int(weight):
-            reason = (
-                f"give the number of its tokens, at most tokens_per_step = {most} of this island"
+            raise UserError(
+                f"the weight of a step is {weight}: give the number of its tokens, at most "
+                f"tokens_per_step = {most} of this island"
             )
-            raise UserError(f"the weight of a step is {weight}: {reason}")
         self.step += 1
         self._liveness.finish_step(self.step)
         if not math.isnan(self._boundary_at):
             self._durations.append(time.perf_counter() - self._boundary_at)
         self.check()
-        if self._leader is not None:
-            usual, self.gauges.vitals = statistics.median(self._durations or [0.0]), self.vitals
-            self._leader.finish_step(self._samples_per_step, int(weight), usual)
-        yield from self._boundary()
-        while self._last.may_train_on:
-            time.sleep(LOOK)
-            self.check()
+        if reset:
+            self._witness.flags = NOT_FINITE
+        if self._link is not None:
+            usual = statistics.median(self._durations or [0.0])
+            self._link.finish_step(self._brings.samples_per_step, int(weight), usual, reset)
+            self.gauges.finish_step(self.machine.tokens)
+        began = time.monotonic()
+        is_over = False
+        while not is_over:
             yield from self._boundary()
+            self._last.raise_if_over(self.islands.name)
+            is_over = self.finished or self._last.may_train
+            if not is_over:
+                self._say_wait(began, at_boundary)
         self._boundary_at = time.perf_counter()
 
     def remaining_tasks(self) -> Iterator[Send | Apply]:
-        if self._leader is not None:
-            self._leader.stop()
-        while not self._last.over and (self._leader or self._follower):
+        if not self._is_open:
+            return
+        self._last.raise_if_over(self.islands.name)
+        if self._last.ending:
+            return
+        if self._link is not None:
+            self._link.leave()
+        began = time.monotonic()
+        while not self._last.ending:
             yield from self._boundary()
-            if not self._last.over:
-                self.check()
-                time.sleep(LOOK)
+            self._last.raise_if_over(self.islands.name)
+            self._say_wait(began, at_boundary)
+            reason = ""
+            if self._last.away_seconds > AWAY_SECONDS:
+                reason = f"its store cannot be reached since {AWAY_SECONDS:g} s"
+            elif self._last.undecided_seconds > UNDECIDED_SECONDS:
+                reason = f"no syncer has decided for {UNDECIDED_SECONDS:g} s"
+            if reason:
+                if self._link is not None:
+                    name = self.islands.name
+                    logger.warning(f"island {name} leaves without its last parts: {reason}")
+                return
 
     def check(self) -> None:
         self._liveness.check(f"seen after step {self.step}")
-        if self._leader is not None:
-            self._leader.check()
-        for task in [self._following, *(stored for _, stored in self._sent.values())]:
-            if task.done():
-                task.result()
+        with self._naming_lost_ranks():
+            if self._link is not None:
+                self._link.check()
+            if self._followed is not None and self._followed.done():
+                self._followed.result()
+            for encoded in [one for one in self._encoded if one.done()]:
+                self._encoded.remove(encoded)
+                encoded.result()
 
-    def _boundary(self) -> Iterator[Send | Apply]:
-        """Yield the decisions of the first rank on all ranks."""
-        waits, began = True, time.perf_counter()
-        while waits:
+    @contextmanager
+    def _naming_lost_ranks(self) -> Iterator[None]:
+        """Raise the error of `Liveness` if the body has lost a rank of this island, which knows
+        which one it is."""
+        try:
+            yield
+        except WorkerLostError:
+            self._liveness.lost_ranks()
+            self._liveness.check(f"seen after step {self.step}")
+            raise
+
+    def _boundary(
+        self, applies: Callable[[rules.Apply], None] | None = None
+    ) -> Iterator[Send | Apply]:
+        """Yield what the rules decide until there is nothing more to do for now.
+
+        `applies`: called with what is to be applied, instead of yielding it.
+        """
+        while True:
             started = time.perf_counter()
-            mine = None if self._leader is None else self._leader.decide()
-            before = self._last.settings
-            self._last = last = broadcast_object(mine, Boundary, self._ranks.decisions)
-            if last.settings != before:
-                self._use(last.settings)
-            waits = last.waits_until is not None
-            if waits:
-                self._miss_others(began)
-            counted = sum(one.waited for one in last.applied)  # by their rounds
-            self.meter.waited(time.perf_counter() - started - counted)
-            for due in last.applied:
-                yield from self._apply(due)
-            for part in last.sent:
-                values, now = self.states[part.fragment].values, time.perf_counter()
-                round_ = Round(part.fragment, part.base + 1, self.step, values, due=now)
-                yield Send(round_)
-                stored = self.background.submit(partial(self._upload, part, round_))
-                self._sent[part.fragment] = round_, stored
+            due = self._next_instructions().due
+            waited = time.perf_counter() - started
+            self.gauges.waited += waited
+            self.check()
+            for apply in due.applies:
+                if applies is not None:
+                    applies(apply)
+                else:
+                    yield self._apply(apply, waited)
+                    waited = 0.0  # counted with that round
+                self._on_applied(apply)
+            self.meter.waited(waited)
+            for send in due.sends:
+                yield from self._send(send.part)
+            if not due.applies and not due.sends:
+                return
 
-    def _miss_others(self, since: float) -> None:
-        """Report which islands are missing, including this one, and then what training waits
-        for."""
-        if self._leader is not None and (waited := time.perf_counter() - since) > STILL_SECONDS:
-            if self.watcher is not None:
-                self.watcher.missing(self.late())
-            limit = 2 * self._said[1] if since == self._said[0] else LATE_SECONDS
-            if waited >= limit:
-                self._said = since, limit
-                logger.warning(f"waiting since {waited:.0f} s for {self._leader.describe_wait()}")
+    def _next_instructions(self) -> Instructions:
+        """Return what all ranks do next, which the first one decides."""
+        with self._naming_lost_ranks():
+            mine = None if self._link is None else self._link.decide()
+            if self._link is not None and mine is not None:
+                for _ in range(len(mine.entered), mine.due.phases):
+                    self._link.enter_phase(self.machine.position)
+                mine.entered = list(self.machine.entered)
+            self._last = share(mine, Instructions, self._ranks.decisions)
+        if self._last.settings is not None:
+            self._use(self._last.settings)
+        return self._last
 
-    def _use(self, settings: Mapping[str, str]) -> None:
+    def _copy_of(self, apply: rules.Apply) -> Tensor:
+        """Return the copy to apply: the P that is there already, or the one that was prepared."""
+        state = self.states[apply.fragment]
+        return state.outer if apply.source is None else state.delta
+
+    def _on_applied(self, apply: rules.Apply) -> None:
+        self._versions[apply.fragment] = apply.version
+        if apply.source is not None:
+            self._copies.on_taken(apply.fragment)
+        if self._link is not None:
+            self._link.on_applied(apply)
+
+    def _take(self, apply: rules.Apply) -> None:
+        """Take a version while this island joins. The model is written at the end."""
+        self.states[apply.fragment].apply(self._copy_of(apply), 0.0)
+
+    def _apply(self, apply: rules.Apply, waited: float) -> Apply:
+        """`waited`: seconds for which training has waited for it."""
+        prepared = None if self._link is None else self._link.prepared(apply)
+        values = self.states[apply.fragment].values
+        round_ = self._rounds.end(apply, self.step, values, waited=waited, prepared=prepared)
+        round_.participants = self._last.participants
+        return Apply(round_, self._copy_of(apply), apply.mode, apply.share)
+
+    def _send(self, part: notes.Part) -> Iterator[Send]:
+        round_ = self._rounds.begin(part, self.step, self.states[part.fragment].values)
+        yield Send(round_)
+        self._encoded.append(self.background.submit(partial(self._encode, part, round_)))
+
+    def _say_wait(self, since: float, describe: Callable[[Island], str]) -> None:
+        """Log what training waits for, on the first rank."""
+        if self._link is None:
+            return
+        watcher = self._witness.watcher
+        if watcher is not None and time.monotonic() - since >= STILL_SECONDS:
+            watcher.missing(self._witness.late())
+        self._waiting.say(since, obstacle(self._link, describe(self.machine)))
+
+    def _use(self, settings: Settings) -> None:
         """Use the settings of the run."""
-        self.total_tokens = int(settings[TOTAL_TOKENS])
-        self.config = with_settings(self.config, settings)
+        if settings == self._used:
+            return
+        self._used = settings
+        self.total_tokens = settings.total_tokens
+        self.config = in_diloco(self.config, settings)
         self.schedule = build_schedule(self.config, len(self.fragments))
-
-    def _apply(self, due: Due) -> Iterator[Apply]:
-        fragment, now = due.fragment, time.perf_counter()
-        copy, old = self._copies.fragments[fragment], self.states[fragment].outer
-        round_ = self._round_of(due)
-        round_.outer_round = due.version
-        round_.weight, round_.participants = due.own.weight if due.own else 0, due.participants
-        round_.asked, round_.fetched = now - due.waited, now
-        if due.own and due.waited > 1e-3:  # the exchange lasted until now
-            round_.ready = now
-        round_.traffic.bytes_received = due.received
-        share = due.mode.share(self.config.overlap.mixing_at(self.progress))
-        mode = modes.Mode.MIX
-        if due.mode is Mode.ADD:
-            mode = modes.Mode.ADD
-        elif due.mode is Mode.RESET:
-            round_.flags = round_.flags or OUTLIER
-            mode = modes.Mode.RESET
-        elif self.states[fragment].sent is not None and share < 1:
-            mode = modes.Mode.TAKE_BACK
-        yield Apply(round_, copy.versions[due.version], mode, share)
-        if old.is_cuda:  # allocated on the background thread's stream
-            old.record_stream(torch.cuda.current_stream())
-        copy.drop_before(due.version)
-        copy.recycle(old)
-
-    def _round_of(self, due: Due) -> Round:
-        """Return the round of this island's part in an entry, or a new round if it has none."""
-        if due.own and due.fragment in self._sent:
-            return self._sent[due.fragment][0]
-        values, now = self.states[due.fragment].values, time.perf_counter()
-        round_ = Round(due.fragment, due.version, self.step, values, due=now)
-        round_.taken = round_.begun = round_.ready = now
-        return round_
 
     # --- background thread ------------------------------------------------------------------------
 
-    def _upload(self, part: Part, round_: Round) -> None:
-        """Encode this rank's delta. The first rank stores the deltas of all ranks."""
-        round_.begun, state = time.perf_counter(), self.states[part.fragment]
-        group = self._ranks.uploads
+    def _encode(self, part: notes.Part, round_: Round) -> None:
+        """Encode the delta of a part on all ranks. The first one passes it to the thread that
+        stores it."""
+        round_.begun = time.perf_counter()
+        state = self.states[part.fragment]
+        payload = None
         with state.background():
             round_.delta_square = state.finish_delta()
-            whole = delta_norms.sum_over_ranks(round_.delta_square, group, 0)
-            round_.flags = 0 if math.isfinite(whole) else NOT_FINITE
-            payload = self._encode(self._codec(part.codec), state.delta)
+            square = sum_over_ranks(round_.delta_square, self._ranks.uploads, 0)
+            if math.isfinite(square):
+                block_size = self.config.quantization.block_size
+                header = Header(part.codec, block_size, part.ranks)
+                layout = self._layouts[part.fragment]
+                payload = collect_part(state.delta, header, layout, self._ranks)
+            else:
+                round_.flags = NOT_FINITE
+        self._witness.flags = round_.flags
         round_.traffic.encoded = time.perf_counter()
-        sizes = self._copies.payload_sizes(part.fragment, self._ranks.size, part.codec)
-        collected = collect(payload, sizes, group)
-        if self._leader is not None:
-            if round_.flags:
-                part = msgspec.structs.replace(part, weight=0, finite=False)
-            round_.traffic.bytes_sent = self._leader.store(part, collected)
-        round_.ready = time.perf_counter()
+        if self._link is None:
+            return
+        if payload is not None:
+            round_.traffic.bytes_sent = payload.numel()
+            self.gauges.sent += payload.numel()
+        self._link.store(part, payload)
 
     # --- restart ----------------------------------------------------------------------------------
 
     def save(self, facts: OuterFacts, mesh: DeviceMesh | None) -> SavedState:
-        """Save the newest shared copies, between two records of the log.
-
-        The work since the last part is not saved. After a restart, its samples are read again.
-        """
-        if self._leader is None and self._follower is None:
-            raise RuntimeError("call state_dict() after join() and before close()")
-        asked = time.perf_counter()
-        saved = self._copies.save_soon(partial(self._save, facts, mesh))
-        while not wait([saved], LOOK).done:
-            self.check()
-            self._miss_others(asked)
-        begun, state = saved.result()
-        self.meter.waited(begun - asked)
+        """Save the copies P. The work since the last part is not saved. After a restart, its
+        samples are read again."""
+        if self._link is not None:
+            facts.island = write_saved(self.machine.save())
+        facts.fragments = [FragmentFacts(outer_steps=version) for version in self._versions]
+        state = SavedState(facts, {})
+        for one in self.states:
+            state.tensors |= saving.named(SHARED, one, one.outer.to("cpu", copy=True), mesh)
         return state
-
-    def _save(self, facts: OuterFacts, mesh: DeviceMesh | None) -> tuple[float, SavedState]:
-        """Also return the start time, because the reading thread may have waited for parts
-        before."""
-        begun, copies, tensors = time.perf_counter(), self._copies.fragments, dict[str, Tensor]()
-        facts.fragments = [FragmentFacts(outer_steps=copy.newest) for copy in copies]
-        if self._leader is not None:
-            facts.island = self._leader.state.encode().decode()
-        for copy in copies:  # sgd has no slots
-            for kind, buffer in zip((SHARED, *SLOTS), copy.buffers(), strict=False):
-                tensors |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)
-        return begun, SavedState(facts, tensors)
 
     def load(self, saved: SavedState) -> list[str]:
         """Resume from a saved state, before `join`."""
-        if saved.facts.in_flight:  # of a run without islands; alpha follows its progress
+        if saved.facts.in_flight:  # of a run without islands
             alpha = self.config.overlap.mixing_at(saved.facts.progress)
             saving.apply_early(self.states, saved, partial(local_share, alpha))
             saved.facts.in_flight = []
-        *_, notes = saving.load(self.states, saved, self.config, partial(local_share, 0.0))
-        if saved.facts.island:
-            self._saved = State.decode(saved.facts.island.encode())
-        return notes
+        *_, lines = saving.load(self.states, saved, self.config, partial(local_share, 0.0))
+        self._brings.saved = read_saved(saved.facts.island)
+        if self._brings.saved is None:
+            self._brings.job = self._brings.job or JobCheckpoint()
+        return lines
 
     def restart(self) -> None:
         self._liveness.wait(self.background.submit(lambda: None))

@@ -1,107 +1,218 @@
-"""Read the log of a run without taking part in it, and show its numbers."""
+"""Read a run in a store without taking part in it, and show its numbers."""
 
 import json
 import math
-import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.ledger import Outcome
-from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.overview import History, overview
-from torchtitan_diloco.islands.stays import append_thinned
+from torchtitan_diloco.islands.overview import STALE_SECONDS, View, overview
+from torchtitan_diloco.islands.past import past_of
+from torchtitan_diloco.islands.rules.commit import CallFailedError
+from torchtitan_diloco.islands.rules.decision import Decision
+from torchtitan_diloco.islands.rules.fields import MalformedError
+from torchtitan_diloco.islands.rules.history import Bin, decode_bin
+from torchtitan_diloco.islands.rules.names import (
+    ISLAND,
+    RUN,
+    history_name,
+    incarnation_of,
+    run_name,
+)
+from torchtitan_diloco.islands.rules.note import MOST_NOTE, Note, decode_note
+from torchtitan_diloco.islands.rules.presence import SILENT
+from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands.tables import render
+from torchtitan_diloco.store import AwayError, DamagedError, Entry, open_store
 
-LISTEN_SECONDS = 3.0
-"""Seconds to receive heartbeats before the first output."""
-REFRESH_SECONDS = 1.0
-READ_SECONDS = 30.0
+REFRESH_SECONDS, LONGEST_PAUSE = 1.0, 0.1
+LISTEN_SECONDS = 2.5
+"""Seconds to wait for a new decision if the clock of the store does not say that the newest one is
+new."""
+PATIENCE = 5.0
+"""Seconds for which a call of the store is repeated at the start."""
+NEWEST_BINS = 12
+"""Number of objects of the history to read, unless all are needed: at least an hour."""
+MOST_JOINING = 64
+"""Maximum number of islands without a slot whose notes are read."""
+MOST_LISTED = 10_000
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 
 class Reader:
-    """Reader of the log, with a separate connection. It does not take part in the run."""
+    """Reader of a run. Only one thread at a time may call this."""
 
-    def __init__(
-        self, connection: Connection, state: State, run: str, note: Callable[[Outcome], object]
-    ) -> None:
-        self.connection, self.state, self._run, self._note = connection, state, run, note
-        self.history = History()
-        self._validated = dict[str, tuple[int, float]]()
+    def __init__(self, run: Run, *, whole: bool) -> None:
+        """`whole`: read the whole history, and not only its end."""
+        self.run = run
+        self.decision: Decision | None = None
+        self._decisions = Decisions(run)
+        self._whole = whole
+        self._age = math.inf
+        """Seconds since the decision was written when it was read, by the clock of the store."""
+        self._read_at = 0.0
+        self._bins = dict[int, Bin | None]()
+        """Objects of the history that were read. None: it is missing or damaged."""
+        self._tags = dict[str, tuple[int, str]]()
+        self._notes = dict[str, Note]()
+        self._opened = dict[int, float]()
+        """Time at which the round of a fragment was first seen open."""
+        self._closed = set[int]()
+        """Fragments whose round was seen closed."""
+        self._away_since: float | None = None
 
-    def read(self, seconds: float = 0.0) -> None:
-        """Read incoming records for at least this long."""
-        end = time.monotonic() + seconds
-        while True:
-            while self.connection.records:
-                record = self.connection.records.popleft()
-                outcome = self.state.read(record.sequence, record.raw)
-                stored = datetime.fromisoformat(record.stored) if record.stored else datetime.now()
-                self.history.note(outcome, stored.timestamp())
-                self._note(outcome)
-            self._note_heartbeats()
-            if time.monotonic() >= end:
-                return
-            self.connection.receive()
+    def read(self) -> None:
+        """Read what is new. Raise an AwayError if the store cannot be read."""
+        try:
+            self._read_decision()
+            self._read_notes()
+            self._read_history()
+        except CallFailedError as error:
+            self._note_away()
+            raise AwayError(str(error)) from None
+        except AwayError:
+            self._note_away()
+            raise
+        self._away_since = None
 
-    def _note_heartbeats(self) -> None:
-        members, now, news = self.connection.members, time.monotonic(), self.history.news
-        for incarnation, one in members.heard.copy().items():
-            if stay := self.history.stays.get(incarnation):
-                stay.see(time.time() - (now - one.heard))
-            pair = one.hint.numbers.validated
-            if pair and pair != self._validated.get(incarnation) and math.isfinite(pair[1]):
-                self._validated[incarnation] = pair
-                append_thinned(self.history.losses, pair)
-        silent, heard = members.changes(self.state, "", now)
-        news.extend((time.time(), f"{name} is silent") for name in silent)
-        news.extend((time.time(), f"{name} sends heartbeats again") for name in heard)
+    def listen(self) -> None:
+        """Read for some seconds, if the newest decision may be old."""
+        end = time.monotonic() + LISTEN_SECONDS
+        while time.monotonic() < end and not self._is_fresh():
+            time.sleep(LONGEST_PAUSE)
+            self.read()
+
+    def view(self) -> View:
+        now = time.monotonic()
+        decision = self.decision
+        problem = ""
+        if self._away_since is not None:
+            problem = f"cannot be reached since {now - self._away_since:.0f} s"
+        if decision is None:
+            return View(problem=problem)
+        bins = [one for _, one in sorted(self._bins.items()) if one is not None]
+        return View(
+            decision=decision,
+            notes=dict(self._notes),
+            past=past_of(decision, bins),
+            still=self._still(now),
+            opened={number: round(now - at, 1) for number, at in self._opened.items()},
+            problem=problem,
+        )
 
     def overview(self) -> dict[str, Any]:
-        state, members, now = self.state, self.connection.members, time.monotonic()
-        about = {"run": self._run, "connection": self.connection.problem or "ok"}
-        return about | overview(state, members, self.history, now, time.time())
+        return {"location": self.run.location} | overview(self.view())
+
+    def _note_away(self) -> None:
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+
+    def _is_fresh(self) -> bool:
+        """Return whether the newest decision is known to be new, or needs no syncer."""
+        decision = self.decision
+        if decision is None:
+            return True
+        return decision.ended or decision.stopped or 0 < self._age < STALE_SECONDS
+
+    def _still(self, now: float) -> float:
+        """Return the seconds since the newest decision was written."""
+        return round(self._age + now - self._read_at, 1)
+
+    # --- objects ----------------------------------------------------------------------------------
+
+    def _read_decision(self) -> None:
+        with suppress(MalformedError):
+            decision = self._decisions.next()
+            if decision is None:
+                return
+            is_first = self.decision is None
+            self.decision, self._read_at = decision, time.monotonic()
+            # Another clock may be wrong: a decision that was not there a moment before is new.
+            self._age = self._stored_age(decision.number) if is_first else 0.01
+            for number, shared in enumerate(decision.fragments):
+                if not shared.is_open:
+                    self._closed.add(number)
+                    self._opened.pop(number, None)
+                elif number in self._closed:
+                    self._opened.setdefault(number, time.monotonic())
+
+    def _stored_age(self, number: int) -> float:
+        """Return the age of a decision, by the clock of the store."""
+        entries = self.run.brief.list(RUN, after=run_name(number - 1))
+        return min((entry.age for entry in entries), default=0.0)
+
+    def _read_notes(self) -> None:
+        """Read the notes that have changed, of owners of slots and of islands that may join."""
+        owners = set[str]() if self.decision is None else set(self.decision.owners())
+        chosen = dict[str, Entry]()
+        joining = 0
+        for entry in sorted(self.run.brief.list(ISLAND, most=MOST_LISTED), key=_age):
+            incarnation = incarnation_of(entry.name)
+            if incarnation is None or entry.size > MOST_NOTE:
+                continue
+            if incarnation in owners:
+                chosen[incarnation] = entry
+            elif entry.age <= SILENT and joining < MOST_JOINING:
+                chosen[incarnation] = entry
+                joining += 1
+        for incarnation, entry in chosen.items():
+            tag = entry.size, entry.tag
+            if self._tags.get(incarnation) == tag:
+                continue
+            with suppress(DamagedError, MalformedError):
+                found = self.run.brief.get(entry.name)
+                if found is not None:
+                    self._notes[incarnation] = decode_note(found.content)
+            self._tags[incarnation] = tag
+        for known in list(self._tags):
+            if known not in chosen:
+                del self._tags[known]
+                self._notes.pop(known, None)
+
+    def _read_history(self) -> None:
+        if self.decision is None:
+            return
+        until = self.decision.history.number
+        begin = 0 if self._whole else max(0, until - NEWEST_BINS)
+        for number in range(begin, until):
+            if number in self._bins:
+                continue
+            one: Bin | None = None
+            with suppress(DamagedError, MalformedError):
+                found = self.run.brief.get(history_name(number))
+                one = None if found is None else decode_bin(found.content)
+            self._bins[number] = one
+
+
+def _age(entry: Entry) -> float:
+    return entry.age
 
 
 @contextmanager
-def open_reader(
-    join: Join, note: Callable[[Outcome], object] = lambda _: None, *, whole: bool = False
-) -> Iterator[Reader]:
-    """Yield a reader that has read the log since the latest stored state.
-
-    Args:
-        note: receives the outcome of each record that is read.
-        whole: read the log from its first record on, if the server still has it.
-    """
-    connection = Connection(join, f"status/{secrets.token_hex(4)}")
-    connection.connect()
+def open_reader(location: str, *, whole: bool = False) -> Iterator[Reader]:
+    """Yield a reader that has read a run once. `whole`: read the whole history."""
+    store = open_store(location, writes=None, patience=PATIENCE, quiet=True)
+    run = Run(store, patience=PATIENCE)
     try:
-        stored = None if whole and connection.first <= 1 else connection.newest_state()
-        state = State.decode(stored) if stored else State()
-        state.verifies = False
-        connection.follow(state.sequence, state.newest)
-        connection.receive_log(READ_SECONDS)
-        reader = Reader(connection, state, join.run, note)
+        reader = Reader(run, whole=whole)
         reader.read()
+        reader.listen()
         yield reader
     finally:
-        connection.close()
+        run.close()
 
 
-def print_status(join: Join, *, as_json: bool, repeat: bool) -> None:
+def print_status(location: str, *, as_json: bool, repeat: bool) -> None:
     """Print the numbers of a run once, or refresh them on a terminal until Ctrl-C."""
-    with open_reader(join) as reader:
-        reader.read(LISTEN_SECONDS)
+    with open_reader(location) as reader:
         while True:
             found = reader.overview()
             clear = CLEAR * (repeat and sys.stdout.isatty())
-            print(clear + (json.dumps(found) if as_json else render(found, "server")), flush=True)
+            print(clear + (json.dumps(found) if as_json else render(found, "store")), flush=True)
             if not repeat:
                 return
-            reader.read(REFRESH_SECONDS)
+            time.sleep(REFRESH_SECONDS)
+            with suppress(AwayError):  # the next output says so
+                reader.read()

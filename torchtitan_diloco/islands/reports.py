@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
 from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Report, Signs, Vitals
-from torchtitan_diloco.islands_store.decision import IS_IDLE, Decision, Fate, Seen, Slot
-from torchtitan_diloco.islands_store.names import name_of
-from torchtitan_diloco.islands_store.presence import SILENT
+from torchtitan_diloco.islands.rules.decision import IS_IDLE, Decision, Fate, Seen, Slot
+from torchtitan_diloco.islands.rules.names import name_of
+from torchtitan_diloco.islands.rules.presence import SILENT
 
 WRONG, EVERYBODY = "wrong numbers", "everybody slow"
 KINDS = (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan_diloco.base.log import logger
-from torchtitan_diloco.islands_store.commit import (
+from torchtitan_diloco.islands.rules.commit import (
     Call,
     CallFailedError,
     Create,
@@ -16,8 +16,8 @@ from torchtitan_diloco.islands_store.commit import (
     List,
     Reader,
 )
-from torchtitan_diloco.islands_store.decision import Decision, decode_decision
-from torchtitan_diloco.islands_store.names import RUN, run_number
+from torchtitan_diloco.islands.rules.decision import Decision, decode_decision
+from torchtitan_diloco.islands.rules.names import RUN, run_number
 from torchtitan_diloco.store import AwayError, FullError, LargeObjects, Store
 
 STREAMS = 8

@@ -30,7 +30,7 @@ from torchtitan_diloco.islands.payload import (
     read_header,
     write_header,
 )
-from torchtitan_diloco.islands_store.fields import MalformedError
+from torchtitan_diloco.islands.rules.fields import MalformedError
 
 ALIGNMENT = 64
 SPARE = "spare"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from torchtitan_diloco.base.log import logger
-from torchtitan_diloco.islands_store.island import Island
+from torchtitan_diloco.islands.rules.island import Island
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@
 | delete | deletes what a decision has made superfluous |
 | sweep | deletes garbage, once a minute |
 
-All share the machine of the rules (islands_store/syncer.py) under one lock, which is never held
+All share the machine of the rules (islands/rules/syncer.py) under one lock, which is never held
 during a call of the store or arithmetic. What belongs to one time of leading is in `Term`, and
 results of an earlier one are dropped with it.
 """
@@ -28,21 +28,11 @@ from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.process import STOP_SIGNALS
 from torchtitan_diloco.islands.config import check_may_decide
 from torchtitan_diloco.islands.lanes import Lanes
-from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.islands.scratch import (
-    folder_of,
-    lock_folder,
-    read_session,
-    remove_files,
-    write_session,
-)
-from torchtitan_diloco.islands.tasks import FragmentTasks, OverError, Result, TransferTasks
-from torchtitan_diloco.islands.waiting import Waiting
-from torchtitan_diloco.islands_store.commit import CallFailedError, Outcome, StandBy, commit
-from torchtitan_diloco.islands_store.decision import Decision
-from torchtitan_diloco.islands_store.fields import MalformedError
-from torchtitan_diloco.islands_store.founding import MOST_FOUNDING
-from torchtitan_diloco.islands_store.jobs import (
+from torchtitan_diloco.islands.rules.commit import CallFailedError, Outcome, StandBy, commit
+from torchtitan_diloco.islands.rules.decision import Decision
+from torchtitan_diloco.islands.rules.fields import MalformedError
+from torchtitan_diloco.islands.rules.founding import MOST_FOUNDING
+from torchtitan_diloco.islands.rules.jobs import (
     Adopt,
     Commit,
     Delete,
@@ -54,7 +44,7 @@ from torchtitan_diloco.islands_store.jobs import (
     Snapshot,
     Upload,
 )
-from torchtitan_diloco.islands_store.names import (
+from torchtitan_diloco.islands.rules.names import (
     CHANGE,
     COPY,
     FOUND,
@@ -67,10 +57,20 @@ from torchtitan_diloco.islands_store.names import (
     incarnation_of,
     login_of,
 )
-from torchtitan_diloco.islands_store.note import MOST_NOTE
-from torchtitan_diloco.islands_store.presence import SILENT
-from torchtitan_diloco.islands_store.settings import RATES
-from torchtitan_diloco.islands_store.syncer import Syncer
+from torchtitan_diloco.islands.rules.note import MOST_NOTE
+from torchtitan_diloco.islands.rules.presence import SILENT
+from torchtitan_diloco.islands.rules.settings import RATES
+from torchtitan_diloco.islands.rules.syncer import Syncer
+from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.scratch import (
+    folder_of,
+    lock_folder,
+    read_session,
+    remove_files,
+    write_session,
+)
+from torchtitan_diloco.islands.tasks import FragmentTasks, OverError, Result, TransferTasks
+from torchtitan_diloco.islands.waiting import Waiting
 from torchtitan_diloco.store import AwayError, DamagedError, Entry
 from torchtitan_diloco.store.large import owner_of
 

@@ -18,12 +18,10 @@ from torchtitan_diloco.islands.merging import (
     read_outer,
 )
 from torchtitan_diloco.islands.payload import HEADER_BYTES, check_part, memory_of
-from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.islands.scratch import FragmentState, Scratch
-from torchtitan_diloco.islands_store.decision import Decision, Fate
-from torchtitan_diloco.islands_store.fields import MalformedError
-from torchtitan_diloco.islands_store.founding import WentBackError
-from torchtitan_diloco.islands_store.jobs import (
+from torchtitan_diloco.islands.rules.decision import Decision, Fate
+from torchtitan_diloco.islands.rules.fields import MalformedError
+from torchtitan_diloco.islands.rules.founding import WentBackError
+from torchtitan_diloco.islands.rules.jobs import (
     Adopt,
     Delete,
     Fetch,
@@ -35,7 +33,7 @@ from torchtitan_diloco.islands_store.jobs import (
     Snapshot,
     Upload,
 )
-from torchtitan_diloco.islands_store.names import (
+from torchtitan_diloco.islands.rules.names import (
     COPY,
     OUTER,
     VERSION,
@@ -44,9 +42,11 @@ from torchtitan_diloco.islands_store.names import (
     history_name,
     part_name,
 )
-from torchtitan_diloco.islands_store.note import Part
-from torchtitan_diloco.islands_store.settings import Settings
-from torchtitan_diloco.islands_store.syncer import Syncer
+from torchtitan_diloco.islands.rules.note import Part
+from torchtitan_diloco.islands.rules.settings import Settings
+from torchtitan_diloco.islands.rules.syncer import Syncer
+from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.scratch import FragmentState, Scratch
 from torchtitan_diloco.store import AwayError, DamagedError, FullError
 
 LOOKS, LOOK_SECONDS = 10, 0.3

@@ -9,8 +9,8 @@ from torchtitan_diloco.base.user import LOCAL_ISLANDS, RunOverError, command_lin
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS
 from torchtitan_diloco.diloco.witness import STILL_SECONDS
 from torchtitan_diloco.islands.link import Link
-from torchtitan_diloco.islands_store.island import Island
-from torchtitan_diloco.islands_store.names import name_of
+from torchtitan_diloco.islands.rules.island import Island
+from torchtitan_diloco.islands.rules.names import name_of
 from torchtitan_diloco.store import AwayError, Store, open_store
 from torchtitan_diloco.store.store import PATIENCE_SECONDS
 

@@ -14,12 +14,7 @@ from torchtitan_diloco.config.schema import WORKER_FIELD
 from torchtitan_diloco.data.corpus import find_corpus, own_name
 from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
-from torchtitan_diloco.islands.config import (
-    check_may_decide,
-    is_location,
-    local_names,
-    run_of,
-)
+from torchtitan_diloco.islands.config import check_may_decide, local_names, run_of
 from torchtitan_diloco.store.location import check_location, check_present, is_bucket
 
 MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
@@ -53,9 +48,7 @@ def early_warnings(config: Config) -> list[str]:
 def missing(config: Config) -> Iterator[str]:
     """Yield what has to be installed, found, downloaded and prepared, in this order."""
     files = [*_missing_files(config)]
-    stores = [config.checkpoint.mirror]
-    if is_location(config.islands.join):
-        stores.append(config.islands.join)
+    stores = [config.checkpoint.mirror, config.islands.join]
     packages = {
         "wandb": ("wandb", config.metrics.wandb),
         "obstore": ("bucket", any(map(is_bucket, stores))),

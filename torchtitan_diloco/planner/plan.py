@@ -156,7 +156,6 @@ def _parse_failures(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     time("--checkpoint", help="time between two checkpoints (the best)")
     time("--step-time", default=1.0, help="time of an inner step (1s)")
     time("--grace", help="islands.grace_seconds, if not that of the config")
-    add("--quorum", type=int, metavar="N", help="islands.quorum, if not that of the config")
     add("--config", metavar="NAME_OR_PATH", default="1b", help="settings of the islands (1b)")
     add("--plot", type=Path, metavar="FILE", help="draw the lost time, as .svg or .png")
     options, settings = parser.parse_known_args(words)
@@ -178,7 +177,6 @@ def _plan_failures(options: argparse.Namespace, config: Config) -> None:
         rejoin=options.rejoin,
         save=options.save,
     )
-    quorum = config.islands.quorum if options.quorum is None else options.quorum
     grace = config.islands.grace_seconds if options.grace is None else options.grace
     rules = [
         Rules(
@@ -186,7 +184,6 @@ def _plan_failures(options: argparse.Namespace, config: Config) -> None:
             sync_every=diloco.sync_every,
             delay=diloco.overlap.delay,
             step_seconds=options.step_time,
-            quorum=quorum,
             grace_seconds=grace,
         )
         for count in options.islands
@@ -194,8 +191,7 @@ def _plan_failures(options: argparse.Namespace, config: Config) -> None:
     predicted, chosen = outlooks(fleet, rules, options.checkpoint)
     print(
         f"{fleet.chips:,} chips, MTBF {fleet.mtbf / _SECONDS['y']:.3g} years; H {diloco.sync_every}"
-        f", tau {diloco.overlap.delay}, steps of {options.step_time:g} s, grace {grace:g} s, "
-        f"quorum {quorum}\n"
+        f", tau {diloco.overlap.delay}, steps of {options.step_time:g} s, grace {grace:g} s\n"
     )
     print(outlooks_text(predicted, chosen))
     if options.plot is not None:

@@ -1,15 +1,14 @@
-"""Histories of runs of islands, from their location: a store, or a log."""
+"""Histories of runs of islands, from their location."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from torchtitan_diloco.base.user import RUN_REMEDY, UserError, no_run
-from torchtitan_diloco.islands import reader, store_reader
-from torchtitan_diloco.islands.config import Join, is_location, run_of
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.islands import reader
+from torchtitan_diloco.islands.config import run_of
+from torchtitan_diloco.islands.overview import overview
 from torchtitan_diloco.islands.past import Interval
 from torchtitan_diloco.islands.stays import Stay
-from torchtitan_diloco.islands.store_overview import overview
 from torchtitan_diloco.islands.tables import headline
 
 PASSING = ("speed", "last merged")
@@ -36,31 +35,8 @@ class RunHistory:
 
 
 def read_history(location: str) -> RunHistory:
-    """Read the history of a run from its location, or its join file."""
-    path = Path(location)
-    try:
-        if is_location(location):
-            return _read_store(location)
-        join = Join.parse(location)
-    except UserError as error:
-        if path.is_file() and path.suffix != ".toml":  # which is no join file
-            remedy = f"{RUN_REMEDY}, or the location of a run of islands"
-            raise no_run(path, "join string", remedy) from error
-        raise
-    with reader.open_reader(join, whole=True) as log:
-        log.read(reader.LISTEN_SECONDS)  # to hear the loss
-        found = log.overview()
-        return RunHistory(
-            run=found["run"],
-            ids={found["run"]},
-            headline=headline(found),
-            stays=list(log.history.stays.values()),
-            source="the server's clock",
-        )
-
-
-def _read_store(location: str) -> RunHistory:
-    with store_reader.open_reader(location, whole=True) as store:
+    """Read the history of a run from its location."""
+    with reader.open_reader(location, whole=True) as store:
         view = store.view()
     if view.decision is None or not view.decision.is_founded:
         raise UserError(f"{location}: the run has not started, so there is nothing to report")

@@ -1,3 +1,0 @@
-from tests.islands.conftest import server
-
-__all__ = ["server"]

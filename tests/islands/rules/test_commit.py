@@ -1,0 +1,253 @@
+"""How a decision begins to count, call by call, and which objects are garbage."""
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.islands.rules.desk import founded
+from torchtitan_diloco.islands.rules.commit import (
+    LIST_SECONDS,
+    RETRY,
+    STANDSTILL,
+    WENT_BACK_SECONDS,
+    Call,
+    CallFailedError,
+    Create,
+    Delete,
+    Get,
+    List,
+    Outcome,
+    Reader,
+    Sleep,
+    StandBy,
+    commit,
+)
+from torchtitan_diloco.islands.rules.decision import encode_decision
+from torchtitan_diloco.islands.rules.founding import WentBackError
+from torchtitan_diloco.islands.rules.names import (
+    Object,
+    founding_name,
+    history_name,
+    incarnation_of,
+    is_garbage,
+    login_of,
+    name_of,
+    object_of,
+    part_name,
+    run_name,
+    run_number,
+)
+from torchtitan_diloco.islands.rules.presence import MOST_LISTENED
+
+LATE = CallFailedError("timed out")
+
+
+def drive(calls: Generator[Call, Any, Any], *answers: tuple[Call, Any]) -> Any:
+    """Expect these calls, answer them, and return the result."""
+    call = next(calls)
+    try:
+        for expected, answer in answers:
+            assert call == expected
+            call = calls.throw(answer) if answer is LATE else calls.send(answer)
+    except StopIteration as end:
+        return end.value
+    return call
+
+
+MINE = b"mine"
+CREATE = Create(run_name(7), MINE)
+LOOK = List("run/", run_name(5))
+BEFORE, NOW, HIGHER = run_name(6), run_name(7), run_name(90)
+
+
+MISSING: list[tuple[Call, Any]] = [(LOOK, [NOW]), (Sleep(0.6), None)]
+COMMITS: list[tuple[list[tuple[Call, Any]], Outcome]] = [
+    ([(CREATE, True), (LOOK, [BEFORE, NOW])], Outcome.COMMITTED),
+    ([(CREATE, True), (LOOK, [BEFORE, NOW, HIGHER])], Outcome.SUPERSEDED),
+    ([(CREATE, True), (LOOK, [NOW, HIGHER])], Outcome.SUPERSEDED),
+    ([(CREATE, False)], Outcome.SUPERSEDED),
+    (
+        [(CREATE, LATE), (Sleep(RETRY), None), (CREATE, True), (LOOK, [BEFORE, NOW])],
+        Outcome.COMMITTED,
+    ),
+    (
+        [
+            *((CREATE, True), (LOOK, LATE), (Sleep(RETRY), None)),
+            *((CREATE, True), (LOOK, [BEFORE, NOW, HIGHER])),
+        ],
+        Outcome.SUPERSEDED,
+    ),
+    (
+        [(CREATE, True), (LOOK, [NOW]), (Sleep(0.6), None), (LOOK, [BEFORE, NOW])],
+        Outcome.COMMITTED,
+    ),
+]
+
+
+@pytest.mark.parametrize(("answers", "outcome"), COMMITS)
+def test_a_decision_counts_if_it_is_created_and_the_highest(
+    answers: list[tuple[Call, Any]], outcome: Outcome
+) -> None:
+    assert drive(commit(7, MINE), *answers) is outcome
+
+
+def test_the_first_decision_has_none_before_it() -> None:
+    first = Create(run_name(1), MINE)
+    look = List("run/", run_name(0))
+    assert drive(commit(1, MINE), (first, True), (look, [run_name(1)])) is Outcome.COMMITTED
+
+
+def test_a_decision_after_one_that_is_gone_is_withdrawn() -> None:
+    """The store was put back: objects that it names may be missing."""
+    withdraw: list[tuple[Call, Any]] = [
+        (Delete(NOW), LATE),
+        (Sleep(RETRY), None),
+        (Delete(NOW), None),
+    ]
+    with pytest.raises(WentBackError, match="restart the syncer and all islands"):
+        drive(commit(7, MINE), (CREATE, True), *MISSING, *MISSING, *MISSING, *withdraw)
+
+
+def test_the_highest_decision_is_read_as_a_number() -> None:
+    names = [run_name(9), run_name(10), "run/x", "run/.run-tmp"]
+    reader = Reader()
+    assert drive(reader.read(0.0), (List("run/"), names), (Get(run_name(10)), b"x")) == b"x"
+    assert reader.number == 10
+    empty = Reader()
+    assert drive(empty.read(0.0), (List("run/"), [])) is None
+    assert empty.number is None
+    late = Reader()
+    assert drive(late.read(0.0), (List("run/"), [run_name(3)]), (Get(run_name(3)), None)) is None
+    assert drive(late.read(0.1), (List("run/"), [run_name(3)]), (Get(run_name(3)), b"x")) == b"x"
+
+
+def reader_at(number: int) -> Reader:
+    reader = Reader()
+    drive(reader.read(0.0), (List("run/"), [run_name(number)]), (Get(run_name(number)), b"x"))
+    return reader
+
+
+def test_a_reader_that_slept_finds_the_highest_decision() -> None:
+    """The next one is deleted by then, or was created again by a syncer that slept, too."""
+    reader, names = reader_at(5), [run_name(6), run_name(80)]
+    assert drive(reader.read(1.0), (Get(run_name(6)), None)) is None
+    slept = 1.0 + LIST_SECONDS
+    assert drive(reader.read(slept), (List("run/"), names), (Get(run_name(80)), b"y")) == b"y"
+    zombie: list[tuple[Call, Any]] = [(Get(run_name(6)), b"old"), (List("run/"), names)]
+    assert drive(reader_at(5).read(1.0), *zombie, (Get(run_name(80)), b"y")) == b"y"
+
+
+def test_a_store_that_was_put_back_is_an_error_for_people() -> None:
+    reader = reader_at(5)
+    older: tuple[Call, Any] = (List("run/"), [run_name(4)])
+    assert drive(reader.read(LIST_SECONDS), older) is None, "a list may be late"
+    assert reader.is_lower
+    with pytest.raises(WentBackError, match="decision 5 was read, and the highest is 4"):
+        drive(reader.read(LIST_SECONDS + WENT_BACK_SECONDS), older)
+
+
+class Watch:
+    """A stand-by that looks at a store with one decision."""
+
+    def __init__(self, number: int | None, **fields: Any) -> None:
+        self.stand_by = StandBy(**{k: v for k, v in fields.items() if k == "died"})
+        self.number = number
+        self.fields = {k: v for k, v in fields.items() if k != "died"}
+
+    def look(self, now: float, *, fails: bool = False) -> bool:
+        calls = self.stand_by.watch(now)
+        try:
+            call = next(calls)
+            while True:
+                if fails:
+                    calls.throw(LATE)
+                elif isinstance(call, List):
+                    call = calls.send([] if self.number is None else [run_name(self.number)])
+                else:
+                    assert isinstance(call, Get)
+                    is_there = self.number is not None and call.name == run_name(self.number)
+                    call = calls.send(self.content if is_there else None)
+        except StopIteration as end:
+            return bool(end.value)
+        except CallFailedError:
+            return False
+
+    @property
+    def content(self) -> bytes:
+        state = founded()
+        for key, value in ({"number": self.number} | self.fields).items():
+            setattr(state, key, value)
+        return encode_decision(state)
+
+
+def test_a_stand_by_takes_over_when_the_number_stands_still() -> None:
+    watch = Watch(5)
+    assert not any(watch.look(float(second)) for second in range(int(STANDSTILL)))
+    watch.number = 6
+    assert not any(watch.look(10.0 + second) for second in range(int(STANDSTILL)))
+    assert watch.look(20.0 + 1.0)
+    assert Watch(5, stopped=True).look(0.0), "its syncer has ended in order"
+    assert Watch(5, session="dead", died="dead").look(0.0), "it is known to be dead"
+    assert Watch(None).look(0.0), "the location is empty"
+
+
+def test_a_stand_by_does_not_count_an_outage_of_the_store() -> None:
+    watch = Watch(5)
+    assert not watch.look(0.0)
+    assert not any(watch.look(float(second), fails=True) for second in range(1, 60))
+    assert not watch.look(60.0)
+    assert not watch.look(60.0 + STANDSTILL - 2 * MOST_LISTENED), "the leader needs time, too"
+
+
+def test_a_stand_by_does_not_take_over_from_a_decision_that_is_gone() -> None:
+    watch = Watch(5)
+    assert not watch.look(0.0)
+    watch.number = 4
+    lasts = int(LIST_SECONDS + WENT_BACK_SECONDS)
+    assert not any(watch.look(float(second)) for second in range(1, lasts))
+    with pytest.raises(WentBackError):
+        watch.look(lasts + 1.0)
+
+
+NUMBERS = st.integers(1, 10**6)
+
+
+@given(
+    st.sampled_from(["version", "copy", "outer"]), NUMBERS, st.integers(0, 4095), NUMBERS, NUMBERS
+)
+def test_names_are_read_back(kind: str, number: int, fragment: int, version: int, n: int) -> None:
+    stored = Object(kind, number, fragment, version)
+    assert object_of(stored.name) == stored
+    assert run_number(run_name(n)) == n
+    island = "a.b-c/0f0f"
+    for name in (part_name(island, fragment, n), founding_name(island, fragment)):
+        assert incarnation_of(name) == island
+    assert incarnation_of(founding_name(island)) == island
+    assert (name_of(island), login_of(island)) == ("a.b-c", "a")
+    assert is_garbage(stored.name, n, ()) == (number <= n)
+    assert not is_garbage(stored.name, n, {stored.name})
+
+
+def test_only_what_is_old_and_not_named_is_garbage() -> None:
+    assert is_garbage("version/7-0-3", 7, {"version/8-0-4"})
+    assert not is_garbage("version/7-0-3", 7, {"version/7-0-3"})
+    assert not is_garbage("version/8-0-4", 7, ()), "its decision may name it yet"
+    assert not is_garbage(history_name(3), 10**9, ())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "island/../run/1",
+        "island/a/b/0000",
+        "island/.a/0000",
+        "part/a/0000-1-1/x",
+        "island/\n/0000",
+    ],
+)
+def test_a_strange_name_belongs_to_nobody(name: str) -> None:
+    assert incarnation_of(name) is None
+    assert not is_garbage(name, 10**9, ())

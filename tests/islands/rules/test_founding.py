@@ -1,0 +1,191 @@
+"""How a run begins: heads first, one founder, and from a checkpoint."""
+
+import msgspec
+import pytest
+
+from tests.islands.rules.desk import SHAPES, A, B, Desk, checksum, founded
+from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.islands.rules.checkpoint import save
+from torchtitan_diloco.islands.rules.decision import Decision, Ledger, Slot, decode_decision
+from torchtitan_diloco.islands.rules.fields import MalformedError
+from torchtitan_diloco.islands.rules.founding import (
+    RETRY_SECONDS,
+    Founding,
+    SlotStart,
+    decode_founding,
+    encode_founding,
+)
+from torchtitan_diloco.islands.rules.jobs import Adopt, Commit, Job, Upload
+from torchtitan_diloco.islands.rules.names import COPY, founding_name, part_name, run_name
+from torchtitan_diloco.islands.rules.note import Note, encode_note
+from torchtitan_diloco.islands.rules.presence import SILENT
+from torchtitan_diloco.islands.rules.settings import RATES, Settings
+from torchtitan_diloco.islands.rules.syncer import Syncer
+
+FOUNDING = Founding("r", founded().settings, [SHAPES], [checksum(0)])
+
+
+class Founders:
+    """A syncer by hand in an empty location."""
+
+    def __init__(self, decision: Decision | None = None) -> None:
+        self.now, self.counter = 0.0, 0
+        self.syncer = Syncer(decision, "s", 0.0, 0.0)
+        self.decisions: list[Decision] = []
+        self.jobs: list[Job] = []
+
+    def hear(self, *incarnations: str) -> None:
+        for one in incarnations:
+            self.counter += 1
+            self.syncer.on_note(one, encode_note(Note(counter=self.counter)))
+
+    def tick(self, seconds: float = 0.1) -> list[Job]:
+        """Let time pass, commit at once, and return the other jobs."""
+        others = list[Job]()
+        end = self.now + seconds
+        while self.now < end - 1e-6:
+            self.now += 0.1
+            self.syncer.on_poll(self.now)
+            for job in self.syncer.tick(self.now):
+                if isinstance(job, Commit):
+                    self.decisions.append(decode_decision(job.content, job.number))
+                    self.syncer.on_committed()
+                else:
+                    others.append(job)
+        return others
+
+
+def test_one_founder_is_named_before_any_copy_is_stored() -> None:
+    desk = Founders()
+    desk.hear(A, B)
+    for one in (B, A):
+        desk.syncer.on_founding(one, encode_founding(FOUNDING))
+    assert desk.tick() == []
+    [first] = desk.decisions
+    assert (first.number, first.founder, first.fragments) == (1, B, [])
+    assert not first.is_founded
+    assert desk.tick() == [Adopt(B, FOUNDING)], "after the decision counts"
+    desk.syncer.on_adopted(B, FOUNDING, is_whole=False)
+    assert desk.tick(RETRY_SECONDS - 0.2) == [], "they may be visible later"
+    assert desk.tick(0.4) == [Adopt(B, FOUNDING)]
+    desk.syncer.on_adopted(B, FOUNDING, is_whole=True)
+    [upload] = desk.tick(0.3)
+    assert isinstance(upload, Upload)
+    assert upload.stored.kind == COPY
+    desk.syncer.on_uploaded(upload.stored)
+    desk.tick(0.2)
+    assert desk.decisions[-1].is_founded
+    assert desk.decisions[-1].settings == FOUNDING.settings
+    assert desk.decisions[-1].fragments[0].shapes == SHAPES
+
+
+def test_another_founder_follows_one_that_dies() -> None:
+    desk = Founders()
+    desk.hear(A, B)
+    for one in (A, B):
+        desk.syncer.on_founding(one, encode_founding(FOUNDING))
+    desk.tick(0.2)
+    desk.syncer.on_adopted(A, FOUNDING, is_whole=False)
+    for _ in range(int(2 * SILENT) + 4):
+        desk.hear(B)
+        for job in desk.tick(0.5):
+            assert isinstance(job, Adopt)
+            desk.syncer.on_adopted(job.incarnation, job.founding, is_whole=False)
+    assert [one.founder for one in desk.decisions][-1] == B
+
+
+def test_a_successor_fetches_the_copies_of_the_founder_again() -> None:
+    """Its predecessor was killed before it had stored them."""
+    killed = FOUNDING.decision(3, "before", A)
+    desk = Founders(killed)
+    desk.hear(A)
+    desk.syncer.on_founding(A, encode_founding(FOUNDING))
+    assert desk.tick(0.2) == [Adopt(A, FOUNDING)]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"checksums": ["0", "1"]},
+        {"shapes": []},
+        {"shapes": [[]]},
+        {"shapes": [[(0, 4)]]},
+        {"clocks": [1, 2]},
+        {"slots": [SlotStart()] * 4},
+        {"settings": founded(start_with=4).settings},
+        {"settings": founded(delay=10).settings},
+        {"settings": founded(streams=4).settings},
+    ],
+)
+def test_a_founding_is_bounded(changed: dict[str, object]) -> None:
+    founding = msgspec.structs.replace(FOUNDING, **changed)
+    with pytest.raises(MalformedError):
+        decode_founding(encode_founding(founding))
+    desk = Founders()
+    desk.hear(A)
+    desk.syncer.on_founding(A, encode_founding(founding))
+    assert desk.tick(1.0) == []
+    assert desk.syncer.news
+
+
+def test_a_note_founds_nothing() -> None:
+    """Only a login of an owner may write a founding."""
+    desk = Founders()
+    desk.hear(A)
+    assert desk.tick(1.0) == []
+    assert desk.decisions == []
+
+
+def test_foundings_of_a_run_that_is_founded_are_garbage() -> None:
+    desk = Desk(founded((A,)))
+    desk.note(A, step=1)
+    names = [founding_name(A), founding_name(B, 3), part_name(A, 0, 1)]
+    assert desk.syncer.garbage([*names, run_name(desk.state.number)]) == names[:2]
+    assert desk.syncer.garbage([*names, run_name(1)]) == [], "the store was put back"
+    unfounded = Founders()
+    unfounded.hear(A)
+    unfounded.syncer.on_founding(A, encode_founding(FOUNDING))
+    unfounded.tick(0.2)
+    assert unfounded.syncer.garbage([*names, run_name(1)]) == []
+
+
+def test_a_lost_location_is_founded_from_a_checkpoint() -> None:
+    """It goes on with the clocks, positions, phases and corpora of the checkpoint."""
+    before = founded((A,), fragments=2)
+    before.slots = [
+        Slot([Ledger(taken=70), Ledger(taken=60)], A, corpus="aa", entered=[40]),
+        Slot([Ledger(taken=80), Ledger(taken=80)]),
+    ]
+    before.fragments[0].clock, before.fragments[1].clock = 500, 490
+    saved = save(before, [3, 4], clock=510)
+    founding = saved.found(Founding("r2", before.settings, [SHAPES] * 2, ["0", "1"]))
+    state = decode_founding(encode_founding(founding)).decision(2, "s", B)
+    assert state.run == "r", "the other islands return with their checkpoints"
+    assert [one.clock for one in state.fragments] == [500, 490]
+    assert [[one.taken for one in slot.ledgers] for slot in state.slots] == [[70, 70], [80, 80]]
+    assert (state.slots[0].corpus, state.slots[0].entered) == ("aa", [40])
+    assert state.owners() == []
+
+
+def test_outliers_are_judged_as_in_one_job() -> None:
+    settings = Settings(
+        sync_every=1, delay=0, total_tokens=1, slots=1, start_with=1, streams=1, block=1
+    )
+    job = DiLoCoConfig()
+    assert settings.norm_limit == job.delta_norm_limit
+    assert settings.block_size == job.quantization.block_size
+
+
+def test_rates_and_copies_follow_the_kind_of_the_store() -> None:
+    for kind, commit_seconds, copies, grace in (
+        ("folder", 0.05, 8, 1.0),
+        ("near", 0.05, 8, 1.0),
+        ("cloud", 1.0, 64, 4.0),
+    ):
+        rates = RATES[kind]
+        assert (rates.commit_seconds, rates.copies_every, rates.grace) == (
+            commit_seconds,
+            copies,
+            grace,
+        )
+        assert founded(**rates._asdict()).settings.poll_seconds == rates.poll_seconds

@@ -1,0 +1,151 @@
+"""The trainer on islands: the command that starts a syncer and islands on one machine."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import tomli
+from matplotlib.ticker import EngFormatter
+
+from tests.components.test_resume import last
+from tests.conftest import REPOSITORY
+from tests.islands.by_hand import newest
+from tests.metadata_server import GCP, metadata_server
+from torchtitan_diloco.components.checkpoint_folder import read_manifest
+from torchtitan_diloco.components.metrics import baseline_bytes
+from torchtitan_diloco.islands.founding import read_saved
+from torchtitan_diloco.report.page import describe, facts_table
+from torchtitan_diloco.report.run_records import open_runs
+
+SETTINGS: dict[str, Any] = {
+    "model.layers": 2,
+    "model.width": 32,
+    "model.heads": 2,
+    "training.steps": 60,  # so that neither island ends the run before the other has started again
+    "training.batch_size": 2,
+    "training.sequence_length": 16,
+    "lr_schedule.warmup": 2,
+    "diloco.sync_every": 4,
+    "validation.sequences": 8,
+    "metrics.tensorboard": "false",
+    "checkpoint.every_minutes": 0,
+    "islands.local": 2,
+    "islands.grace_seconds": 5,
+}
+
+
+def run(folder: Path, **more: object) -> subprocess.CompletedProcess[str]:
+    settings = SETTINGS | {"diloco.workers": 5}  # not the number of islands
+    settings |= {key.replace("__", "."): value for key, value in more.items()}
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    module = [sys.executable, "-m", "torchtitan_diloco", "train"]
+    command = [*module, "--config", "debug", "--run.folder", str(folder), *words]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+
+
+def test_islands_stop_and_go_on_where_their_store_ends(tmp_path: Path) -> None:
+    first = run(tmp_path, training__stop_after=10)
+    assert first.returncode == 0, first.stderr
+    assert "island island-1 has slot" in first.stdout
+    assert re.search(r"step +\d+  run \d+ %  loss ", first.stdout)
+    again = run(tmp_path, training__batch_size=1)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resumed from" in again.stdout
+    assert re.search(
+        r"slot \d of 2 in run \S+, takes the newest shared copy, of [1-9]", again.stdout
+    )
+    manifests = []
+    for name in ("island-1", "island-2"):
+        folder = tmp_path / name
+        manifests.append(read_manifest(last(folder)))
+        saved = tomli.loads((folder / "config.toml").read_text())
+        assert saved["islands"]["join"] == ""  # it may contain a password
+    one, other = (read_saved(manifest.outer.island) for manifest in manifests if manifest.outer)
+    assert one is not None
+    assert one == other
+    decision = newest(tmp_path / "store")
+    assert decision.ended
+    assert decision.stopped, "the syncer has ended in order"
+    assert not any(ledger.lost for slot in decision.slots for ledger in slot.ledgers)
+    assert [saved.version for saved in one.fragments] == [
+        shared.version for shared in decision.fragments
+    ]
+    over = run(tmp_path, training__batch_size=1)
+    assert over.returncode == 0, over.stderr
+    assert "so nothing is left to train: " in over.stderr
+    assert "error" not in over.stderr
+    assert newest(tmp_path / "store").fragments == decision.fragments
+    check_report(tmp_path / "island-1")
+    (both,) = open_runs([tmp_path])
+    assert describe(both).endswith("; 2 of 2 islands, Streaming DiLoCo")
+    (apart,) = open_runs([tmp_path / "island-1", tmp_path / "island-2"])
+    assert [one.run_id for one in apart.workers] == [apart.name] * 2
+
+
+def test_each_island_reads_corpora_of_its_own(tmp_path: Path) -> None:
+    """Beside one of all islands. Nothing has to be the same but what they share."""
+    for name, words in (("island-1", "one"), ("island-2", "two"), ("common", "all")):
+        document = json.dumps({"text": f"{words} of these words\n" * 9}) + "\n"
+        (tmp_path / f"{name}.jsonl").write_text(document * 60)
+    mixture = f"{tmp_path}/{{worker}}.jsonl=3 {tmp_path}/common.jsonl=1"
+    settings: dict[str, object] = {"data__mixture": mixture, "data__shard_by": "own"}
+    settings |= {"data__cache_folder": tmp_path / "cache", "data__validation_fraction": 0.2}
+    ended = run(tmp_path / "run", training__steps=12, **settings)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    corpora = []
+    for name in ("island-1", "island-2"):
+        assert f"loss/val/{tmp_path}/{name}.jsonl" in set(last_record(tmp_path / "run" / name))
+        corpora.append(
+            read_manifest(last(tmp_path / "run" / name)).parts["data"]["identity"]["corpora"]
+        )
+    own, common = corpora[0]
+    assert corpora[0][own] != corpora[1][own]
+    assert corpora[0][common] == corpora[1][common]
+    (tmp_path / "island-2.jsonl").unlink()
+    refused = run(tmp_path / "again", training__steps=12, **settings)
+    assert refused.returncode == 2
+    assert f"{tmp_path}/island-2.jsonl" in refused.stderr
+
+
+def last_record(folder: Path) -> dict[str, Any]:
+    """Return the newest record of a validation."""
+    records: list[dict[str, Any]] = [
+        json.loads(line) for line in (folder / "worker-0" / "metrics.jsonl").open()
+    ]
+    return [record for record in records if any("loss/val" in key for key in record)][-1]
+
+
+def check_report(folder: Path) -> None:
+    """Its counts are those of two islands, and of the run's tokens."""
+    (island,) = open_runs([folder])
+    facts = {name.text: cell.text for name, cell in facts_table([island]).rows}
+    tokens = 60 * 2 * SETTINGS["training.batch_size"] * SETTINGS["training.sequence_length"]
+    assert facts["tokens"] == f"{tokens:,}"
+    assert read_manifest(last(folder)).tokens == tokens
+    assert describe(island).endswith("; 1 of 2 islands, Streaming DiLoCo")
+    sent = island.totals["worker/sent_bytes"]
+    assert facts["sent by each worker"] == EngFormatter("B", places=1)(sent)
+    expected = baseline_bytes(island.workers[0].starts[0].parameters, 2) * island.last_step
+    assert island.baseline_bytes(island.totals["worker/steps"]) == expected
+
+
+def test_islands_leave_on_a_notice_and_each_has_a_place_in_the_mirror(tmp_path: Path) -> None:
+    """They send their work and give their slots back, as after a signal."""
+    location = tmp_path / "mirror"
+    folder = tmp_path / "run"
+    with metadata_server() as server:
+        server.answers[GCP] = "TRUE"
+        notices = {"run__preemption": "gcp", "run__preemption_address": server.address}
+        more = {"training__steps": 20_000, "checkpoint__mirror": location}
+        done = run(folder, **notices, **more)
+    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
+    assert "notice: GCP will preempt this machine, 30 s left" in done.stdout
+    assert "left the run after its own step" in done.stdout
+    for name in ("island-1", "island-2"):
+        saved = last(folder / name)
+        (copy,) = (location / f"mirror/{name}/copy").iterdir()
+        assert copy.name.startswith(saved.name)

@@ -1,0 +1,72 @@
+"""What a checkpoint of an island contains about the run.
+
+A restart takes the inner optimizer and the published copy P from its checkpoint. Its parameters
+become P, and what was not merged is read again.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from torchtitan_diloco.islands.rules.decision import Decision
+from torchtitan_diloco.islands.rules.fields import Checksum, Count, Name, Tokens
+from torchtitan_diloco.islands.rules.founding import Founding, SlotStart
+
+
+class SavedFragment(msgspec.Struct, array_like=True, frozen=True):
+    """The copy P of a fragment."""
+
+    version: Count
+    checksum: Checksum | None = None
+    """Computed when it is loaded."""
+
+
+class Saved(msgspec.Struct, frozen=True):
+    run: Name
+    """Empty if the checkpoint is of a job without islands, which is never stored."""
+    clock: Tokens
+    """Tokens of the run, which determine the inner learning rate."""
+    fragments: list[SavedFragment]
+    """Empty before the island has all copies."""
+    clocks: list[Tokens]
+    """Merged tokens of each fragment, with which a run can be founded in a new location."""
+    slots: list[SlotStart]
+
+    @classmethod
+    def of_job(cls, tokens: int, fragments: int, slots: Sequence[SlotStart]) -> "Saved":
+        """Return what the checkpoint of a job contains. `slots`: where their samples begin.
+
+        Its tokens are those of a run that is founded from it, and say nothing about others.
+        """
+        return cls(run="", clock=0, fragments=[], clocks=[tokens] * fragments, slots=list(slots))
+
+    def with_checksums(self, checksums: Sequence[str]) -> "Saved":
+        """Return the same with the checksums of the copies as they were loaded."""
+        fragments = [
+            SavedFragment(one.version, checksum)
+            for one, checksum in zip(self.fragments, checksums, strict=True)
+        ]
+        return msgspec.structs.replace(self, fragments=fragments)
+
+    def found(self, founding: Founding) -> Founding:
+        """Return the founding that continues from this checkpoint in a new location.
+
+        A run whose location is lost keeps its name, so that the other islands can return with their
+        checkpoints.
+        """
+        run = self.run or founding.run
+        return msgspec.structs.replace(founding, run=run, clocks=self.clocks, slots=self.slots)
+
+
+def save(decision: Decision, versions: Sequence[int], clock: int) -> Saved:
+    """Return the content of a checkpoint. `versions`: of the copies P, -1 where there is none."""
+    has_all = min(versions, default=-1) >= 0
+    return Saved(
+        run=decision.run,
+        clock=clock,
+        fragments=[SavedFragment(version) for version in versions] if has_all else [],
+        clocks=[one.clock for one in decision.fragments],
+        slots=[
+            SlotStart(slot.furthest, list(slot.entered), slot.corpus) for slot in decision.slots
+        ],
+    )

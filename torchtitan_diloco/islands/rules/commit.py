@@ -1,0 +1,187 @@
+"""How a decision takes effect, and how decisions are read.
+
+A decision is created once, and counts if there is no higher one. All generators yield calls of the
+store, and are sent the results. The caller throws a `CallFailedError` into them if it does not know
+whether a call had an effect.
+"""
+
+import math
+from collections.abc import Generator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias
+
+from torchtitan_diloco.islands.rules.decision import Decision, decode_decision
+from torchtitan_diloco.islands.rules.founding import WentBackError
+from torchtitan_diloco.islands.rules.names import RUN, run_name, run_number
+from torchtitan_diloco.islands.rules.presence import MOST_LISTENED
+
+RETRY = 0.3
+"""Seconds after which a failed call is repeated."""
+LOOKS, VISIBLE_SECONDS = 3, 0.6
+"""Number of attempts, and seconds between them, to see a decision that a list does not show."""
+
+
+class CallFailedError(ConnectionError):
+    """A call failed: it had an effect, had none, or will have one later."""
+
+
+@dataclass(frozen=True)
+class Create:
+    """Create an object, and return whether it holds this content now."""
+
+    name: str
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Get:
+    """Return the content of an object, or None."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class List:
+    """Return the names that begin with `prefix` and are greater than `after`."""
+
+    prefix: str
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class Delete:
+    name: str
+
+
+@dataclass(frozen=True)
+class Sleep:
+    seconds: float
+
+
+Call: TypeAlias = Create | Get | List | Delete | Sleep
+
+
+class Outcome(Enum):
+    COMMITTED = "committed"
+    SUPERSEDED = "superseded"
+    """Another syncer decides. This one discards its state, deletes nothing and stands by."""
+
+
+def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
+    """Make a decision take effect.
+
+    `content`: bytes that no other syncer writes. The number may be free because it is old, since
+    only the newest decisions are kept. It therefore counts only if no higher one is listed
+    afterwards. If the decision before it is missing, the store was restored to an older copy: it is
+    withdrawn, as objects that it names may be missing, and a WentBackError is raised.
+    """
+    name, before = run_name(number), run_name(number - 1)
+    went_back = False
+    while True:
+        try:
+            if went_back:
+                yield Delete(name)
+                break
+            if not (yield Create(name, content)):
+                return Outcome.SUPERSEDED
+            for _ in range(LOOKS):
+                names = yield List(RUN, after=run_name(number - 2))
+                if any(other > name for other in names):
+                    return Outcome.SUPERSEDED
+                if number == 1 or before in names:
+                    return Outcome.COMMITTED
+                yield Sleep(VISIBLE_SECONDS)
+            went_back = True
+        except CallFailedError:
+            yield Sleep(RETRY)
+    raise WentBackError(f"decision {number - 1} is no longer stored")
+
+
+LIST_SECONDS = 5.0
+"""Seconds after which the decisions are listed, although the next one is not there. A reader that
+slept may find the next one deleted, and newer ones stored."""
+WENT_BACK_SECONDS = 10.0
+"""Seconds for which the highest decision is older than a known one, after which the store counts as
+restored to an older copy. Lists may be late."""
+
+
+class Reader:
+    """Reads the decisions of a run.
+
+    The highest one counts, never the next one: a paused syncer that has woken up may create the
+    next number again, after it was deleted because it was old.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """Number of the highest decision that was read. None: the location is empty."""
+        self._listed_at, self._lower_since = -math.inf, math.inf
+
+    @property
+    def is_lower(self) -> bool:
+        """Whether only older decisions were listed than one that was read."""
+        return self._lower_since < math.inf
+
+    def read(self, now: float) -> Generator[Call, Any, bytes | None]:
+        """Return the highest decision if it is new, and None otherwise. Call this repeatedly.
+
+        Raise a WentBackError if only older decisions are listed for some time.
+        """
+        is_listed = self.number is not None and now - self._listed_at < LIST_SECONDS
+        if is_listed and (yield Get(run_name((self.number or 0) + 1))) is None:
+            return None
+        names = yield List(RUN)
+        numbers = [number for name in names if (number := run_number(name)) is not None]
+        highest, known = max(numbers, default=0), self.number or 0
+        if highest < known:
+            self._lower_since = min(self._lower_since, now)
+            if now - self._lower_since >= WENT_BACK_SECONDS:
+                raise WentBackError(f"decision {known} was read, and the highest is {highest}")
+            return None
+        self._lower_since = math.inf
+        content: bytes | None = None
+        if highest > known:
+            content = yield Get(run_name(highest))
+            if content is None:
+                return None  # it is not visible yet, or was old: list again
+            self.number = highest
+        self._listed_at = now
+        return content
+
+
+STANDSTILL = 10.0
+"""Seconds without a new decision after which a standby takes over."""
+
+
+class StandBy:
+    """A syncer that waits until the number stops growing. It uses its own clock: two syncers that
+    lead at the same time do no harm, because decisions are created once.
+
+    Only time in which it could read the store counts. After an outage, the leading syncer needs
+    some time to continue, too.
+    """
+
+    def __init__(self, died: str = "") -> None:
+        """`died`: session of a syncer that is known to have died."""
+        self.newest: Decision | None = None
+        """The newest decision. None: the location is empty."""
+        self._died, self._reader = died, Reader()
+        self._read_at: float | None = None
+        self._still = 0.0
+
+    def watch(self, now: float) -> Generator[Call, Any, bool]:
+        """Read the newest decision, and return whether to take over."""
+        content = yield from self._reader.read(now)
+        if content is not None:
+            self.newest = decode_decision(content, self._reader.number)
+        if content is not None or self._read_at is None or self._reader.is_lower:
+            self._still = 0.0
+        else:
+            self._still += min(now - self._read_at, MOST_LISTENED)
+        self._read_at = now
+        if self._reader.is_lower:
+            return False
+        if self.newest is None or self.newest.stopped or self.newest.session == self._died:
+            return True
+        return self._still >= STANDSTILL

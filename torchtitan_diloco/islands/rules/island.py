@@ -1,0 +1,398 @@
+"""An island without tensors, store and clock.
+
+Pass it what was read and done (`on_...`). Between two steps, do what `boundary` returns. Write
+`note` each second, and after changes. Download what `wanted` returns, in order.
+"""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from torchtitan_diloco.diloco.modes import Mode
+from torchtitan_diloco.diloco.schedule import Schedule
+from torchtitan_diloco.islands.rules.checkpoint import Saved, save
+from torchtitan_diloco.islands.rules.decision import ENDS, SICK, Decision
+from torchtitan_diloco.islands.rules.decision import LEAVE as LEAVE_ORDER
+from torchtitan_diloco.islands.rules.fields import Shapes
+from torchtitan_diloco.islands.rules.founding import (
+    Facts,
+    Founding,
+    check_continues,
+    check_empty,
+    check_run,
+)
+from torchtitan_diloco.islands.rules.fragment import (
+    Boundary,
+    OwnFragment,
+    Send,
+)
+from torchtitan_diloco.islands.rules.names import Object, name_of, part_name
+from torchtitan_diloco.islands.rules.note import GIVE, JOIN, Gauges, Note, Part, encode_note
+from torchtitan_diloco.islands.rules.settings import Settings
+
+BEHIND = 1
+"""Maximum number of versions that an island may be behind when it requests a slot."""
+COPY_VERSIONS = 8
+"""Number of versions after which a newer copy is a smaller download."""
+
+ENDED, LEFT, REJOIN, OVER = "ended", "left", "rejoin", "over"
+"""Why an incarnation of an island is over, in addition to `ENDS`. After REJOIN, its process is to
+be restarted. OVER: the run has ended before it had a slot."""
+
+
+class Island:
+    def __init__(
+        self,
+        incarnation: str,
+        *,
+        facts: Facts,
+        shapes: Sequence[Shapes],
+        founds: Founding | None = None,
+        saved: Saved | None = None,
+        corpus: str = "",
+        ranks: int = 1,
+    ) -> None:
+        """`facts`, `shapes`: compared with those of the run. `founds`: the run to found in an empty
+        location, if it may found one. `saved`: state in its own checkpoint."""
+        self.incarnation, self.founds, self.corpus, self.ranks = incarnation, founds, corpus, ranks
+        self.decision: Decision | None = None
+        self.slot: int | None = None
+        self.fragments = list[OwnFragment]()
+        self.is_training = False
+        self.may_found = False
+        """Whether to store its founding."""
+        self.ending = ""
+        """Why this incarnation is over, or empty while it is not."""
+        self.step, self.tokens, self.position, self.step_seconds = 0, 0, 0, 0.0
+        self.is_stopped, self.is_leaving = False, False
+        self.entered = list[int]()
+        """Positions at which its stream has entered phases of the data."""
+        self.heard_at = -math.inf
+        """Time at which a new decision was read."""
+        self.news = list[str]()
+        self._facts, self._shapes, self._saved = facts, list(shapes), saved
+        self._counter = 0
+        self._stored = list[Part]()  # parts whose objects exist
+        self._clock_floor, self._clock_base = 0 if saved is None else saved.clock, (0, 0, 1)
+        self._trains_until, self._sent_step = 0, -1
+
+    # --- what it knows ----------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        assert self.decision is not None
+        return self.decision.settings
+
+    @property
+    def grace(self) -> float:
+        """Time for which it waits for a version with its part."""
+        return max(self.settings.grace, self.settings.delay * self.step_seconds)
+
+    @property
+    def clock(self) -> int:
+        """Merged tokens, plus its tokens since then times the ready islands. It never decreases."""
+        merged, tokens, ready = self._clock_base
+        self._clock_floor = max(self._clock_floor, merged + (self.tokens - tokens) * ready)
+        return self._clock_floor
+
+    def say(self, line: str) -> None:
+        if line not in self.news[-8:]:
+            self.news.append(line)
+
+    # --- decisions --------------------------------------------------------------------------------
+
+    @property
+    def is_founder(self) -> bool:
+        """Whether to store its copies, because the syncer has chosen it to found the run."""
+        decision = self.decision
+        if decision is None or decision.fragments:
+            return False
+        return decision.founder == self.incarnation
+
+    def on_empty(self) -> None:
+        """The location contains no decision."""
+        self.may_found = self.founds is not None
+        if not self.may_found:
+            check_empty(self._saved_run)
+            self.say("the location is empty: waiting for an island that may found the run")
+
+    @property
+    def _saved_run(self) -> str | None:
+        return None if self._saved is None else self._saved.run
+
+    def on_decision(self, decision: Decision, now: float) -> None:
+        """Take the highest decision. Raise a UserError if this island does not fit the run."""
+        before = self.decision
+        if before is not None and decision.number <= before.number:
+            return
+        if not decision.fragments:
+            self.may_found = self.founds is not None  # if the chosen founder dies
+            if decision.founder != self.incarnation:
+                founder = name_of(decision.founder)
+                self.say(f"waiting for island {founder} to store the first copies")
+        elif before is None or not before.fragments:
+            check_run(decision, self._facts, self._shapes, self._saved_run)
+        else:
+            check_continues(before, decision, self.slot)
+        self.decision, self.heard_at = decision, now
+        self._obey(decision)
+        if self.ending or not decision.is_founded:
+            return
+        if not self.fragments:
+            self._prepare()
+        if self.slot is not None:
+            for one in self.fragments if self.is_training else ():
+                one.on_decision(now)
+            if before is not None and before.settings.sync_every != self.settings.sync_every:
+                self._take_turns(self.step + 1 - self.settings.sync_every)
+        self._begin_if_ready()
+
+    def _obey(self, decision: Decision) -> None:
+        """Take this island's slot, and process its loss, or an order."""
+        told = decision.told.get(self.incarnation, "")
+        if told == LEAVE_ORDER:
+            self.is_leaving = True
+        elif told in ENDS:
+            self._end(told, "")
+            return
+        elif told == SICK:
+            self.say("its numbers are repeatedly wrong, and rounds do not wait for it")
+        slot = decision.slot_of(self.incarnation)
+        if self.slot is not None and slot != self.slot:
+            for one in self.fragments:
+                one.sent = None  # parts belong to the slot
+            if self.is_leaving:
+                self._end(LEFT, "")
+            else:
+                self._end(REJOIN, "its slot was given to another island: it has to be restarted")
+        self.slot = slot
+        if slot is None and decision.ended:
+            self._end(OVER, "")
+
+    def _end(self, why: str, line: str) -> None:
+        self.ending = self.ending or why
+        if line:
+            self.say(line)
+
+    # --- join -------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        assert self.decision is not None
+        self.fragments = [OwnFragment(self, n) for n in range(len(self.decision.fragments))]
+        saved = [] if self._saved is None else self._saved.fragments
+        for one, copy in zip(self.fragments, saved, strict=False):
+            one.applied = copy.version
+            one.on_checksum(copy.version, copy.checksum or "unknown")
+
+    def wanted(self) -> list[Object]:
+        """Return the objects to download, in this order."""
+        if self.ending or self.decision is None or not self.decision.is_founded:
+            return []
+        return [stored for one in self.fragments for stored in one.wanted()]
+
+    def on_held(self, stored: Object, now: float) -> None:
+        """An object was downloaded and its bytes were checked."""
+        if stored.fragment < len(self.fragments):
+            self.fragments[stored.fragment].on_held(stored, now)
+            self._begin_if_ready()
+
+    def on_missing(self, stored: Object) -> None:
+        """An object could not be read, because it is not visible yet, is damaged, or was lost when
+        the store was put back. A newer copy takes its place once there is one."""
+        if stored.fragment < len(self.fragments):
+            self.fragments[stored.fragment].missing.add(stored)
+
+    def on_checksum(self, fragment: int, version: int, checksum: str) -> None:
+        """P of this version was computed and has this checksum."""
+        self.fragments[fragment].on_checksum(version, checksum)
+
+    def _is_near(self) -> bool:
+        return bool(self.fragments) and all(
+            one.held >= one.shared.version - BEHIND for one in self.fragments
+        )
+
+    def _begin_if_ready(self) -> None:
+        decision = self.decision
+        if self.is_training or decision is None or self.slot is None or not decision.begun:
+            return
+        if not self._is_near() or any(one.applied < 0 for one in self.fragments):
+            return
+        slot = decision.slots[self.slot]
+        self.position, self.entered = slot.furthest, list(slot.entered)
+        newest = max(one.clock for one in decision.fragments)
+        self._clock_base = newest, self.tokens, max(1, len(decision.owners()))
+        self.is_training = True
+        self._take_turns(0)
+        for one in self.fragments:
+            one.resets = Mode.TAKE
+
+    def _take_turns(self, step: int) -> None:
+        """Let the fragments take turns in the H steps that follow H steps from `step` on."""
+        schedule = Schedule(self.settings.sync_every, len(self.fragments), self.settings.delay)
+        for one in self.fragments:
+            one.turn = step + schedule.first_send(one.number)
+
+    # --- train ------------------------------------------------------------------------------------
+
+    def finish_step(self, samples: int, tokens: int, seconds: float) -> None:
+        """Count a step. `tokens`: 0 if it was skipped. `seconds`: usual time of a step."""
+        self.step += 1
+        self.position += samples
+        self.tokens += tokens
+        self.step_seconds = seconds
+
+    def on_reset(self, fragment: int) -> None:
+        """Theta of a fragment was replaced by P, because it was not finite. Call this after the
+        `finish_step` of that step, so that the lost work includes it."""
+        self.fragments[fragment].lose()
+
+    def enter_phase(self, position: int) -> None:
+        """The stream enters the next phase of the data at this position, which it has not read
+        yet."""
+        assert position >= max([self.position, *self.entered])
+        self.entered.append(position)
+
+    def leave(self) -> None:
+        """Send all work, give the slot back and end."""
+        self.is_leaving = True
+        if self.slot is None:
+            self._end(LEFT, "")
+
+    def on_applied(self, one: OwnFragment, mode: Mode) -> None:
+        """Take the clock of a version. A MIX contains the tokens up to its send."""
+        if self.decision is None or not self.is_training or one.applied != one.shared.version:
+            return
+        tokens = one.counted if mode is Mode.MIX else self.tokens
+        self._clock_floor = self.clock
+        self._clock_base = one.shared.clock, tokens, max(1, len(self.decision.ready))
+
+    def boundary(self, now: float) -> Boundary:
+        """Return the next actions. Call this again after they are done, until there are none."""
+        due = Boundary(self.clock)
+        if self.decision is None or self.ending:
+            return due
+        for one in self.fragments:
+            while (apply := one.next_apply()) is not None:
+                due.applies.append(apply)
+        self._begin_if_ready()
+        if not self.is_training:
+            return due
+        self._look_at_end()
+        if due.applies:
+            return due
+        # Once per boundary: another send while it waits would begin another grace.
+        may_send = self.is_stopped or self._sent_step != self.step
+        for one in self.fragments:
+            part = one.next_send(now, may_send=may_send)
+            if part is not None and not part.is_loss:
+                due.sends.append(Send(part))
+                self._sent_step = self.step
+        waits = [until for one in self.fragments if (until := one.waits_until(now)) is not None]
+        due.waits_until = max(waits, default=None)
+        due.is_training = not self.is_stopped
+        due.phases = max(len(self.entered), self.decision.phases)
+        self._finish()
+        return due
+
+    def on_stored(self, part: Part, size: int, now: float, *, is_finite: bool = True) -> None:
+        """The bytes of a part are stored. If it is not finite, it has none and becomes a loss."""
+        one = self.fragments[part.fragment]
+        if one.sent is None or one.sent.part is not part:
+            return
+        one.uploads.append(now - one.sent.at)
+        one.sent.is_stored = True
+        if is_finite:
+            self._stored.append(part)
+            one.sent.part = msgspec.structs.replace(part, size=size)
+            return
+        one.sent.part = msgspec.structs.replace(part, weight=0, is_loss=True)
+        one.resets = Mode.RESET
+
+    def _look_at_end(self) -> None:
+        """Decide whether to take another step.
+
+        The clock is an estimate. An island therefore stops at the total, sends its work, and, once
+        its parts are decided, continues to train if tokens are still missing.
+        """
+        assert self.decision is not None
+        total = self.settings.total_tokens
+        short = max(total - one.shared.clock for one in self.fragments)
+        if self.is_leaving or short <= 0:
+            self.is_stopped = True
+        elif self.clock < total:
+            self.is_stopped = False
+        elif not self.is_stopped:
+            self.is_stopped = self.step >= self._trains_until
+        elif not any(one.sent is not None or self._has_unsent(one) for one in self.fragments):
+            per_step = max(1, self.tokens // max(1, self.step)) * max(1, len(self.decision.ready))
+            steps = min(math.ceil(short / per_step), self.settings.sync_every)
+            self._trains_until, self.is_stopped = self.step + steps, False
+
+    def _has_unsent(self, one: OwnFragment) -> bool:
+        is_short = one.shared.clock < self.settings.total_tokens
+        return is_short and self.position > one.ledger.taken
+
+    def _finish(self) -> None:
+        assert self.decision is not None
+        is_newest = all(one.applied == one.shared.version for one in self.fragments)
+        if self.decision.ended and is_newest:
+            self._end(ENDED, "")
+
+    # --- what others see --------------------------------------------------------------------------
+
+    def _wish(self) -> str:
+        if self.slot is None:
+            may_join = self._is_near() and not self.is_leaving and not self.ending
+            return JOIN if may_join else ""
+        if not self.is_leaving:
+            return ""
+        is_busy = self.is_training and any(
+            one.is_undecided or self._has_unsent(one) for one in self.fragments
+        )
+        return "" if is_busy else GIVE
+
+    def note(self, gauges: Gauges | None = None) -> bytes:
+        """Return the note of this incarnation."""
+        self._counter += 1
+        behind = (one.shared.version - one.held for one in self.fragments)
+        return encode_note(
+            Note(
+                counter=self._counter,
+                wish=self._wish(),
+                step=self.step,
+                tokens=self.tokens,
+                position=self.position,
+                step_seconds=self.step_seconds,
+                is_idle=self.is_training and self.is_stopped,
+                sending=[one.number for one in self.fragments if one.is_sending],
+                parts=[
+                    msgspec.Raw(msgspec.json.encode(one.sent.part))
+                    for one in self.fragments
+                    if one.sent is not None and one.sent.is_stored and one.is_undecided
+                ],
+                corpus=self.corpus,
+                needs_copies=self.slot is None and max(behind, default=0) > COPY_VERSIONS,
+                entered=self.entered,
+                gauges=msgspec.Raw(msgspec.json.encode(gauges or Gauges())),
+            )
+        )
+
+    def take_garbage(self) -> list[str]:
+        """Return the objects of parts that are decided, to be deleted."""
+        if self.slot is None:
+            return []  # the syncer deletes those of incarnations without a slot
+        waiting, decided = list[Part](), list[str]()
+        for part in self._stored:
+            if part.number <= self.fragments[part.fragment].ledger.number:
+                decided.append(part_name(self.incarnation, part.fragment, part.number))
+            else:
+                waiting.append(part)
+        self._stored = waiting
+        return decided
+
+    def save(self) -> Saved | None:
+        """Return the content of a checkpoint, or None before the run is founded."""
+        if self.decision is None or not self.decision.fragments:
+            return None
+        return save(self.decision, [one.applied for one in self.fragments], self.clock)

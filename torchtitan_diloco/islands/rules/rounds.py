@@ -1,0 +1,269 @@
+"""When the round of a fragment opens and closes, and which parts it merges."""
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from torchtitan_diloco.islands.rules.decision import Decision, Fate, SharedFragment
+from torchtitan_diloco.islands.rules.ledger import judge
+from torchtitan_diloco.islands.rules.note import Part
+from torchtitan_diloco.islands.rules.presence import Presence
+from torchtitan_diloco.islands.rules.settings import Settings
+
+PACE = 0.9
+"""Share of H steps that the pacing island completes from one opening to the next."""
+SECOND_PACES = 3
+"""Number of islands from which on the second fastest one sets the pace."""
+HEADROOM, FASTEST = 100.0, 1e9
+"""`fastest` is this multiple of the speed of the islands, and at most this value."""
+FIRST_JUDGED = 5
+"""Number of versions from which on the usual norm is known."""
+USUAL = 4
+"""Number of latest parts of an island that determine its usual weight."""
+
+
+def pacing(fastest_first: Sequence[float]) -> float:
+    """Return the value that counts among several islands: with three or more the second, so that a
+    single one with wrong reports cannot set the pace. Of two, one can, up to `fastest`."""
+    return fastest_first[1 if len(fastest_first) >= SECOND_PACES else 0]
+
+
+class Speeds:
+    """Measures how fast islands are, to limit what a part may contain."""
+
+    def __init__(self) -> None:
+        self._merged_at = dict[tuple[str, int], float]()  # by incarnation and fragment
+        self._speeds = dict[str, float]()  # samples per second, by incarnation
+
+    def measure(self, incarnation: str, part: Part, now: float) -> None:
+        """Learn from a merged part. The time since the one before it counts, and none before that:
+        a first part comes after a start of the run, or of the islands, that may have taken long."""
+        key = incarnation, part.fragment
+        before = self._merged_at.get(key)
+        self._merged_at[key] = now
+        if before is not None:
+            speed = (part.end - part.start) / max(1.0, now - before)
+            self._speeds[incarnation] = max(self._speeds.get(incarnation, 0.0), speed)
+
+    def limit(self, settings: Settings, owners: Sequence[str]) -> Settings:
+        """Return the settings with `fastest`, if it was unknown, and enough owners are measured."""
+        known = [self._speeds[owner] for owner in owners if owner in self._speeds]
+        if settings.fastest or len(known) < min(SECOND_PACES, max(1, len(owners))):
+            return settings
+        speed = HEADROOM * pacing(sorted(known, reverse=True))
+        return msgspec.structs.replace(settings, fastest=float(f"{min(FASTEST, speed):.3g}"))
+
+
+@dataclass
+class Waiting:
+    """A valid part that is not in a version yet."""
+
+    incarnation: str
+    slot: int
+    part: Part
+    norm: float | None = None
+    """Norm of its values, once its bytes are fetched and checked."""
+
+
+def find_outliers(
+    norms: Mapping[int, float], usual: float, limit: float, *, alone: bool
+) -> set[int]:
+    """Return the parts whose norm exceeds `limit` times the usual one.
+
+    `usual`: norm of those merged before. If it is unknown (0), a part is compared with the others
+    of its round, of which there must be at least two: of only two parts, it is unknown which is
+    right. If several parts exceed what is usual and none does not, they have a common cause, such
+    as a higher learning rate, and count. `alone`: whether no other island is ready.
+    """
+    outliers = set[int]()
+    for key, norm in norms.items():
+        others = [other for number, other in norms.items() if number != key]
+        known = usual or (statistics.median(others) if len(others) > 1 else 0.0)
+        if known and norm > limit * known:
+            outliers.add(key)
+    is_common = len(outliers) == len(norms) and (alone or len(norms) > 1)
+    return set() if is_common else outliers
+
+
+@dataclass
+class Round:
+    """The rounds of one fragment, in the memory of the leading syncer.
+
+    A successor starts without them: it reads the notes again, and opens a round at once.
+    """
+
+    decision: Decision
+    presence: Presence
+    fragment: int
+    waiting: dict[int, Waiting] = field(default_factory=dict)
+    """Waiting parts by slot."""
+    merging: list[Waiting] = field(default_factory=list)
+    """Parts of the version that is being computed."""
+    opened_at: float = 0.0
+    steps: dict[str, int] = field(default_factory=dict)
+    """Steps of each island at the last opening."""
+    hurried: set[int] = field(default_factory=set)
+    """Slots whose part has opened a round before its time, since the last one that came in time."""
+    began: dict[str, int] = field(default_factory=dict)
+    """Version at which an island got its slot, or was first seen in it."""
+    weights: dict[str, deque[int]] = field(default_factory=dict)
+    """Weights of the latest merged parts of each island."""
+
+    @property
+    def shared(self) -> SharedFragment:
+        return self.decision.fragments[self.fragment]
+
+    def is_busy(self, slot: int) -> bool:
+        return slot in self.waiting or any(one.slot == slot for one in self.merging)
+
+    # --- who is waited for ------------------------------------------------------------------------
+
+    def ready(self) -> dict[int, str]:
+        """Return the slots, with their owners, for whose parts the round waits.
+
+        Their islands are heard, complete steps or upload, and had a part in one of the last two
+        versions or are new. An island that never delivers therefore delays only two rounds by their
+        grace period.
+        """
+        grace = self.grace
+        found = dict[int, str]()
+        for number, slot in enumerate(self.decision.slots):
+            owner = slot.owner
+            if owner is None or owner in self.decision.told:
+                continue
+            since = self.began.setdefault(owner, self.shared.version)
+            had_part = max(since, slot.ledgers[self.fragment].version) >= self.shared.version - 1
+            note = self.presence.note_of(owner)
+            uploads = note is not None and self.fragment in note.sending
+            uploads = uploads and self.presence.is_heard(owner)
+            if had_part and (uploads or self.presence.is_stepping(owner, grace)):
+                found[number] = owner
+        return found
+
+    @property
+    def grace(self) -> float:
+        """Return the time for which an open round waits: the setting, or tau steps of the pacing
+        island."""
+        settings = self.decision.settings
+        notes = (self.presence.note_of(owner) for owner in self.decision.owners())
+        steps = sorted(note.step_seconds for note in notes if note and note.step_seconds > 0)
+        step = pacing(steps) if steps else 0.0
+        return max(settings.grace, settings.delay * step)
+
+    # --- open -------------------------------------------------------------------------------------
+
+    def open_if_due(self, now: float) -> bool:
+        """Open a round if it is due, and return whether it does."""
+        if self.shared.is_open or self.merging or not self.waiting or not self._is_paced():
+            return False
+        self.shared.is_open, self.opened_at = True, now
+        delay = self.decision.settings.delay
+        for number, slot in enumerate(self.decision.slots):
+            note = self.presence.note_of(slot.owner)
+            if slot.owner is not None and note is not None:
+                # Who has a part in has sent it up to tau steps ago. Counted from now, each round
+                # would open as late after its parts as the latest one before.
+                self.steps[slot.owner] = note.step - delay * (number in self.waiting)
+        return True
+
+    def _is_paced(self) -> bool:
+        """Return whether the pacing island has completed nearly H steps since the last opening.
+
+        A late part does not open a round, which would make the others send early repeatedly. The
+        part of an island that has stopped, leaves or is absent does, as it waits for nothing else:
+        once per slot until the next round in time, unless no island trains. Otherwise, an island
+        could close rounds as fast as it sends samples. All owners that complete steps set the pace,
+        and not only those that are ready: who is late does not become the only one that counts.
+        """
+        stopped = {slot for slot, one in self.waiting.items() if not self._steps(one.incarnation)}
+        training = [owner for owner in self.decision.owners() if self._steps(owner)]
+        if stopped - self.hurried or (stopped and not training):
+            self.hurried |= stopped
+            return True
+        made = list[float]()
+        for owner in training or [one.incarnation for one in self.waiting.values()]:
+            note = self.presence.note_of(owner)
+            assert note is not None
+            made.append(note.step - self.steps.get(owner, -self.decision.settings.sync_every))
+        is_due = pacing(sorted(made, reverse=True)) >= PACE * self.decision.settings.sync_every
+        if is_due:
+            self.hurried = set()
+        return is_due
+
+    def _steps(self, owner: str) -> bool:
+        return self.presence.is_stepping(owner, self.grace)
+
+    # --- close ------------------------------------------------------------------------------------
+
+    def drop_refused(self, age: float) -> list[tuple[Waiting, Fate]]:
+        """Judge the waiting parts again, because the fragment may have changed, and drop the
+        others."""
+        refused = list[tuple[Waiting, Fate]]()
+        for slot, one in list(self.waiting.items()):
+            fate = judge(self.decision, slot, one.part, age)
+            if fate is not Fate.NONE:
+                del self.waiting[slot]
+                refused.append((one, fate))
+        return refused
+
+    def close_if_due(self, now: float) -> tuple[list[Waiting], int] | None:
+        """Return the parts of the next version in the order of slots, and the weight of all.
+
+        A round closes when all ready islands have sent a part, or when its grace period is over and
+        one has. It also takes late parts of earlier rounds. The outer learning rate is scaled by
+        the weight of the parts over the weight of all, which includes the usual weight of the ready
+        islands without a part. Otherwise, two halves of a round would move the copy twice as far.
+        """
+        if not self.shared.is_open:
+            return None
+        if not self.waiting:
+            self.shared.is_open = False
+            return None
+        parts = [one for _, one in sorted(self.waiting.items()) if one.norm is not None]
+        missing = self.ready().keys() - {one.slot for one in parts}
+        is_fetching = len(parts) < len(self.waiting)
+        is_over = now >= self.opened_at + self.grace
+        if not parts or ((missing or is_fetching) and not is_over):
+            return None
+        self.shared.is_open, self.merging = False, parts
+        for one in parts:
+            del self.waiting[one.slot]
+        total = sum(one.part.weight for one in parts)
+        usual = [self._usual_weight(slot, total // len(parts)) for slot in missing]
+        return parts, total + sum(usual)
+
+    def _usual_weight(self, slot: int, default: int) -> int:
+        owner = self.decision.slots[slot].owner or ""
+        known = self.weights.get(owner)
+        return statistics.median_low(known) if known else default
+
+    def outliers(self, parts: list[Waiting]) -> set[int]:
+        """Return the slots whose parts are outliers.
+
+        A part after an outage contains the work of many cycles, so its norm counts in units of the
+        usual weight of its island.
+        """
+        limit = self.decision.settings.norm_limit
+        if not limit:
+            return set()
+        norms = {one.slot: self._usual_norm(one) for one in parts}
+        known = self.shared.norm if self.shared.version >= FIRST_JUDGED else 0.0
+        alone = self.ready().keys() <= norms.keys() and len(norms) == 1
+        return find_outliers(norms, known, limit, alone=alone)
+
+    def _usual_norm(self, one: Waiting) -> float:
+        assert one.norm is not None
+        usual = self._usual_weight(one.slot, one.part.weight)
+        return one.norm / max(1.0, one.part.weight / max(1, usual))
+
+    def note_merged(self) -> None:
+        """Learn from the parts of the new version."""
+        for one in self.merging:
+            self.weights.setdefault(one.incarnation, deque(maxlen=USUAL)).append(one.part.weight)
+            norm = self._usual_norm(one)
+            before = self.shared.norm or norm
+            self.shared.norm = float(f"{before ** (7 / 8) * norm ** (1 / 8):.3g}")
+        self.merging = []

@@ -1,0 +1,93 @@
+"""Settings of a run."""
+
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from torchtitan_diloco.islands.rules.fields import (
+    MOST_PHASES,
+    MOST_SLOTS,
+    MOST_TOKENS,
+    Count,
+    Name,
+    Positive,
+    Seconds,
+    Share,
+)
+
+
+class Rates(NamedTuple):
+    """Settings that follow the kind of the store. Each can be set separately."""
+
+    poll_seconds: float
+    commit_seconds: float
+    copies_every: int
+    grace: float
+
+
+RATES = {
+    "folder": Rates(poll_seconds=0.02, commit_seconds=0.05, copies_every=8, grace=1.0),
+    "near": Rates(poll_seconds=0.1, commit_seconds=0.05, copies_every=8, grace=1.0),
+    "cloud": Rates(poll_seconds=1.0, commit_seconds=1.0, copies_every=64, grace=4.0),
+}
+"""By the kind of the store: a folder, a server of one's own, and a bucket of a provider, where each
+call takes longer and costs money."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of a run, set by the island that founds it."""
+
+    sync_every: Positive
+    """H."""
+    delay: Count
+    """tau."""
+    total_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+    slots: Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
+    """Maximum number of islands that train at a time, each on a separate stream of samples."""
+    start_with: Positive
+    streams: Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
+    """Number of streams that take turns in one order of samples. It never changes: the stream of a
+    slot with a higher number, which was added later, reads other epochs."""
+    block: Positive
+    """Consecutive samples of a stream in this order: those of a step of the founder."""
+    tokens_per_sample: Positive = 1
+    phases: Annotated[tuple[Share, ...], Meta(max_length=MOST_PHASES)] = ()
+    """Shares of `total_tokens` at which streams enter the next phase of the data."""
+    mixing: Share = 0.0
+    """alpha."""
+    mixing_end: Share | None = None
+    """alpha at the end of the run. It changes linearly. None: it is constant."""
+    outer_optimizer: Name = "nesterov"
+    outer_lr: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    outer_numbers: dict[Name, float] = {}
+    """Other numbers of the outer optimizer, by their names, such as `momentum`."""
+    codec: Name = "fp32"
+    block_size: Positive = 64
+    """Values that share a scale in the codec."""
+    grace: Seconds = 1.0
+    slot_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
+    fastest: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    """Maximum number of samples per second of an island. 0: unknown, until the syncer has measured
+    how fast the islands are."""
+    norm_limit: Annotated[float, Meta(ge=0, le=1e9)] = 20.0
+    """Multiple of the usual norm above which a part is an outlier. 0: no part is."""
+    copies_every: Positive = 8
+    """Number of versions between two copies if no island requests one."""
+    commit_seconds: Annotated[float, Meta(ge=0.01, le=60)] = 0.05
+    """Minimum average of the seconds between two decisions."""
+    poll_seconds: Annotated[float, Meta(ge=0.001, le=60)] = 0.02
+    """Seconds after which islands look for the next decision."""
+    facts: dict[Name, Name] = {}
+    """Fingerprints of all other facts on which islands must agree."""
+
+    def mixing_at(self, tokens: int) -> float:
+        """Return alpha once the run has this number of tokens."""
+        if self.mixing_end is None:
+            return self.mixing
+        progress = min(1.0, tokens / self.total_tokens)
+        return self.mixing + (self.mixing_end - self.mixing) * progress
+
+    def phases_at(self, tokens: int) -> int:
+        """Return the number of phases that have begun once the run has this number of tokens."""
+        return sum(share * self.total_tokens <= tokens for share in self.phases)

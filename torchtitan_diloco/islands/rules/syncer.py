@@ -1,0 +1,499 @@
+"""The process that decides: a pure machine.
+
+Pass it what was read (`on_...`). Run the jobs that `tick` returns, in separate threads for all but
+`Commit`, and pass the results back. It never waits for a job, so it decides each second, whatever
+the jobs do. A new syncer starts from the newest decision alone. A superseded one is discarded.
+
+`state` is the next decision, which changes all the time. `committed` is the last one that counts.
+What cannot be undone, such as a deletion, follows from `committed` alone.
+"""
+
+import math
+from collections.abc import Collection, Iterable
+
+from torchtitan_diloco.islands.rules.changes import Changes, describe
+from torchtitan_diloco.islands.rules.decision import (
+    BARRED,
+    PROTOCOL,
+    SICK,
+    Decision,
+    Fate,
+    Kept,
+    Ledger,
+    SharedFragment,
+    Stored,
+)
+from torchtitan_diloco.islands.rules.fields import FURTHEST, MalformedError
+from torchtitan_diloco.islands.rules.founding import Founders, Founding
+from torchtitan_diloco.islands.rules.history import EventKind, encode_bin
+from torchtitan_diloco.islands.rules.jobs import (
+    Adopt,
+    Delete,
+    Fetch,
+    Job,
+    Merge,
+    Record,
+    Settle,
+    Snapshot,
+    Upload,
+    load,
+)
+from torchtitan_diloco.islands.rules.ledger import decide, judge, most_samples
+from torchtitan_diloco.islands.rules.names import COPY, OUTER, VERSION, Object, name_of
+from torchtitan_diloco.islands.rules.note import Note, Part, PartHead, decode_note
+from torchtitan_diloco.islands.rules.presence import SILENT, Handover, Presence, Seats
+from torchtitan_diloco.islands.rules.rounds import Round, Speeds, Waiting
+from torchtitan_diloco.islands.rules.writer import Uploads, Writer
+
+COPY_VERSIONS, COPY_SECONDS = 8, 600.0
+"""A copy is written if one is requested that is this many versions newer, or after this time."""
+WRONG_IN_A_ROW = 16
+"""Number of wrong parts of an island in a fragment, without a good one, after which rounds do not
+wait for it."""
+MEASURED_VERSIONS = 2
+"""Number of versions of a fragment after which the speed of islands is known."""
+YEARS = 1e9
+
+
+class Syncer:
+    def __init__(self, decision: Decision | None, session: str, now: float, wall: float) -> None:
+        """Lead, starting from the newest decision. `wall`: time of day in seconds."""
+        self.session = session
+        self.presence = Presence()
+        self.news = list[str]()
+        """Messages for users."""
+        self.is_stopping = False
+        self.uploads = Uploads()
+        self.rounds = list[Round]()
+        self._now, self._began, self._wall, self._age = now, now, wall, 0.0
+        self._jobs = list[Job]()
+        self._writer = Writer(decision, now)
+        self._founders = Founders(self.presence)
+        self._is_asked = False  # for newer copies
+        self._away = set[str]()  # owners that are silent
+        self._changes = Changes()
+        self._is_recording = False
+        self.state = decision
+        if decision is not None:
+            if not decision.is_founded:  # its copies are to be fetched again
+                decision.fragments, decision.slots = [], []
+            self._begin(decision)
+
+    def _begin(self, state: Decision) -> None:
+        self.state = state
+        state.session, state.stopped, state.writing = self.session, False, []
+        away = self._wall - state.written if state.written else 0.0
+        self._age = max(self._age, state.age + min(max(0.0, away), YEARS))
+        fragments = range(len(state.fragments))
+        self.uploads = Uploads()
+        self.rounds = [Round(state, self.presence, number) for number in fragments]
+        self.seats = Seats(state, self.presence, self._is_busy)
+        self._loaded = set[int]()
+        self._copied_at = dict.fromkeys(fragments, self._now)
+        self._checksums = dict[int, str]()  # of the versions that are being uploaded
+        self._wrong = dict[tuple[str, int], int]()
+        self._speeds = Speeds()
+        for number, shared in enumerate(state.fragments):
+            shared.is_open = False
+            self.uploads.plan(VERSION, number, shared.version + 1)
+        if state.is_founded:
+            state.history.note(self.age(), EventKind.LED, text=self.session)
+            self._jobs += [load(shared, number) for number, shared in enumerate(state.fragments)]
+
+    @property
+    def committed(self) -> Decision | None:
+        return self._writer.committed
+
+    def age(self) -> float:
+        return self._age + self._now - self._began
+
+    def _is_busy(self, slot: int) -> bool:
+        return any(one.is_busy(slot) for one in self.rounds)
+
+    # --- what it hears ----------------------------------------------------------------------------
+
+    def choose_notes(self, names: Iterable[str]) -> list[str]:
+        """Return which of the listed notes to read. List the newest ones of each login first."""
+        return self.presence.choose(names, self._owners())
+
+    def _owners(self) -> list[str]:
+        return [] if self.state is None else self.state.owners()
+
+    def on_poll(self, now: float) -> None:
+        """All notes to read were passed."""
+        self.presence.listen(now)
+
+    def on_note(self, incarnation: str, raw: bytes) -> None:
+        """Process the note of an incarnation of an island, whose name is that of the object."""
+        try:
+            note = decode_note(raw)
+        except MalformedError as error:
+            self._say(f"island {incarnation}: {error}")
+            return
+        if not self.presence.hear(incarnation, note, self._owners()):
+            return
+        if self.state is None or not self.state.is_founded:
+            return
+        self._is_asked = self._is_asked or note.needs_copies
+        slot = self.state.slot_of(incarnation)
+        if slot is not None and self.state.told.get(incarnation) != BARRED:
+            self._read_parts(incarnation, slot, note, self._read_phases(slot, note))
+
+    def _say(self, line: str) -> None:
+        if line not in self.news[-8:]:
+            self.news.append(line)
+
+    def _read_phases(self, number: int, note: Note) -> int:
+        """Record, once, where the stream of a slot has entered phases of the data. Return the first
+        position that is not recorded, at which parts have to end: the order of samples would differ
+        between owners."""
+        assert self.state is not None
+        slot, settings = self.state.slots[number], self.state.settings
+        most = max(most_samples(settings, ledger, self.age()) for ledger in slot.ledgers)
+        for position in note.entered[len(slot.entered) :]:
+            least = max([slot.furthest, *slot.entered])
+            is_plausible = least <= position <= slot.furthest + most
+            if len(slot.entered) >= self.state.phases or not is_plausible:
+                return position
+            slot.entered.append(position)
+        return FURTHEST
+
+    def _read_parts(self, incarnation: str, slot: int, note: Note, last: int) -> None:
+        assert self.state is not None
+        for part in note.read_parts():
+            is_later = isinstance(part, Part) and last < part.end <= FURTHEST and not part.is_loss
+            if part.fragment >= len(self.rounds) or is_later:
+                continue
+            ledger = self.state.slots[slot].ledgers[part.fragment]
+            if part.number != ledger.number + 1 or self.rounds[part.fragment].is_busy(slot):
+                continue  # decided, and the island has not read it; or waiting, and it stays so
+            if isinstance(part, PartHead):
+                self._refuse(incarnation, slot, part, Fate.MALFORMED)
+                continue
+            if (fate := judge(self.state, slot, part, self.age())) is Fate.LOSS:
+                self._decide(ledger, fate, part.number, part.end)
+            elif fate is not Fate.NONE:
+                self._refuse(incarnation, slot, part, fate)
+            else:
+                self.rounds[part.fragment].waiting[slot] = Waiting(incarnation, slot, part)
+                self._jobs.append(Fetch(incarnation, part))
+
+    def _decide(self, ledger: Ledger, fate: Fate, number: int, end: int) -> None:
+        assert self.state is not None
+        decide(ledger, fate, number, settings=self.state.settings, age=self.age(), end=end)
+
+    def _refuse(self, incarnation: str, slot: int, part: Part | PartHead, fate: Fate) -> None:
+        assert self.state is not None
+        ledger = self.state.slots[slot].ledgers[part.fragment]
+        self.rounds[part.fragment].waiting.pop(slot, None)
+        end = part.end if isinstance(part, Part) else 0
+        self._decide(ledger, fate, part.number, end)
+        self.state.history.add_left_out(incarnation, is_lost=fate.is_lost)
+        what = f"fragment {part.fragment}, part {part.number} of island {incarnation}"
+        remedy = ": if it is that fast, raise `fastest`" if fate is Fate.TOO_LONG else ""
+        self._say(f"{what} is left out: {fate.words}{remedy}")
+        if fate.is_lost:
+            key = incarnation, part.fragment
+            self._wrong[key] = self._wrong.get(key, 0) + 1
+            if self._wrong[key] >= WRONG_IN_A_ROW and incarnation not in self.state.told:
+                self.state.told[incarnation] = SICK
+                self.state.history.note(
+                    self.age(), EventKind.WRONG, name_of(incarnation), fate.words
+                )
+
+    def on_part(self, incarnation: str, part: Part, found: float | Fate) -> None:
+        """Process the norm of a fetched part, or why it is unusable."""
+        one = self._waiting(incarnation, part)
+        if one is None:
+            return
+        if isinstance(found, Fate):
+            self._refuse(incarnation, one.slot, part, found)
+        elif not math.isfinite(found):
+            self._refuse(incarnation, one.slot, part, Fate.NOT_FINITE)
+        else:
+            one.norm = found
+
+    def _waiting(self, incarnation: str, part: Part) -> Waiting | None:
+        waiting = self.rounds[part.fragment].waiting.values()
+        return next(
+            (one for one in waiting if (one.incarnation, one.part) == (incarnation, part)), None
+        )
+
+    def choose_changes(self, names: Collection[str]) -> list[str]:
+        """Return which of all listed changes to read. Those that are done are deleted once the
+        decision that says so counts."""
+        state, committed = self.state, self.committed
+        if state is None or committed is None or not state.is_founded:
+            return []
+        if done := tuple(name for name in names if name in committed.done):
+            self._jobs.append(Delete(done))
+        return self._changes.choose(state, names, self.presence.listened)
+
+    def on_change(self, name: str, raw: bytes) -> None:
+        """Make the change that a person requests, once."""
+        if self.state is None or not self.state.is_founded:
+            return
+        change = self._changes.make(self.state, name, raw)
+        if isinstance(change, str):
+            self._say(f"change {name}: {change}")
+        elif change is not None:
+            who, what = name.rpartition("/")[2], describe(change)
+            self._say(f"change {name}: {what}")
+            self.state.history.note(self.age(), EventKind.CHANGED, who, what)
+
+    # --- found ------------------------------------------------------------------------------------
+
+    def on_founding(self, incarnation: str, raw: bytes) -> None:
+        """Process a founding, which is named after the incarnation."""
+        if self.state is not None and self.state.is_founded:
+            return
+        try:
+            self._founders.hear(incarnation, raw)
+        except MalformedError as error:
+            self._say(f"island {incarnation}: {error}")
+
+    def _find_founder(self) -> None:
+        """Name a founder, and look for its copies once this decision counts."""
+        current = "" if self.state is None else self.state.founder
+        founder = self._founders.choose(current)
+        if not founder:
+            return
+        if founder != current:
+            founding = self._founders.founding_of(founder)
+            self.state = Decision(
+                protocol=PROTOCOL,
+                number=self._writer.number + 1,
+                session=self.session,
+                run=founding.run,
+                settings=founding.settings,
+                founder=founder,
+            )
+            self._say(f"island {founder} founds run {founding.run}")
+        if self.committed is None or self.committed.founder != founder:
+            return
+        to_adopt = self._founders.adopt_if_due(founder, self._now)
+        if to_adopt is not None:
+            self._jobs.append(Adopt(founder, to_adopt))
+
+    def on_adopted(self, incarnation: str, founding: Founding, is_whole: bool) -> None:
+        """Found the run with fetched copies, or look for them again, because they are missing or
+        not visible yet."""
+        if not is_whole:
+            self._founders.note_missing(self._now)
+            return
+        self._begin(founding.decision(self._writer.number + 1, self.session, incarnation))
+        for number in range(len(founding.shapes)):
+            self._loaded.add(number)
+            self.uploads.plan(COPY, number, 0)
+            self.uploads.prepare(COPY, number, 0)
+
+    # --- results of jobs --------------------------------------------------------------------------
+
+    def on_loaded(self, fragment: int) -> None:
+        self._loaded.add(fragment)
+
+    def on_merged(self, fragment: int, version: int, checksum: str | None) -> None:
+        """Process the checksum of a new version, or None if it would not be finite."""
+        if checksum is not None:
+            self._checksums[fragment] = checksum
+            self.uploads.prepare(VERSION, fragment, version)
+            return
+        parts, self.rounds[fragment].merging = self.rounds[fragment].merging, []
+        for one in parts:
+            self._refuse(one.incarnation, one.slot, one.part, Fate.NOT_FINITE)
+
+    def on_snapshot(self, fragment: int, version: int) -> None:
+        for kind in (COPY, OUTER):
+            self.uploads.prepare(kind, fragment, version)
+
+    def on_uploaded(self, stored: Object) -> None:
+        """Name an object that is completely stored."""
+        if self.state is None or not self.uploads.finish(stored):
+            return
+        shared = self.state.fragments[stored.fragment]
+        if stored.kind == VERSION:
+            self._publish(shared, stored)
+        elif stored.kind == COPY:
+            shared.copies.append(Stored(stored.version, stored.number))
+        else:
+            shared.outer = Stored(stored.version, stored.number)
+        shared.forget_old()
+
+    def _publish(self, shared: SharedFragment, stored: Object) -> None:
+        """Name a version, and announce the next one, so that its upload waits for no decision."""
+        assert self.state is not None
+        number, current = stored.fragment, self.rounds[stored.fragment]
+        checksum, before = self._checksums.pop(number), shared.version
+        shared.kept.append(Kept(stored.version, checksum, stored.number))
+        shared.version = stored.version
+        for one in current.merging:
+            part, ledger = one.part, self.state.slots[one.slot].ledgers[number]
+            self._speeds.measure(one.incarnation, part, self.presence.listened)
+            self._decide(ledger, Fate.MERGED, part.number, part.end)
+            ledger.version = shared.version
+            shared.clock += part.weight
+            self._wrong.pop((one.incarnation, number), None)
+            if self.state.told.get(one.incarnation) == SICK:
+                del self.state.told[one.incarnation]
+            self.seats.note_merged(one.incarnation)
+            note, is_late = self.presence.note_of(one.incarnation), part.base < before
+            self.state.history.add_merged(one.incarnation, part.weight, note, late=is_late)
+        current.note_merged()
+        self.uploads.plan(VERSION, number, shared.version + 1)
+        if shared.version >= MEASURED_VERSIONS:
+            owners = self.state.owners()
+            self.state.settings = self._speeds.limit(self.state.settings, owners)
+
+    def on_recorded(self, number: int) -> None:
+        """An object of the history is stored."""
+        self._is_recording = False
+        if self.state is not None:
+            self.state.history.forget_closed(number)
+
+    def on_committed(self) -> None:
+        """Continue after a commit that counts. A superseded syncer is discarded instead."""
+        before = self.committed
+        dropped = self._writer.on_committed(self._now)
+        assert self.committed is not None
+        if dropped:
+            self._jobs.append(Delete(dropped))
+        self.uploads.commit(self.committed.number)
+        earlier = [] if before is None else before.fragments
+        pairs = zip(earlier, self.committed.fragments, strict=False)  # none before it is founded
+        for number, (old, new) in enumerate(pairs):
+            if new.version > old.version:
+                self._jobs.append(Settle(number, new.version))
+        history = self.committed.history
+        if history.closed is not None and not self._is_recording:
+            self._is_recording = True
+            self._jobs.append(Record(history.number, encode_bin(history.closed)))
+
+    # --- decide -----------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Job]:
+        """Decide, and return the jobs."""
+        self._now = now
+        if self.state is not None and self.state.fragments:
+            if self.state.is_founded:
+                self._lead(self.state)
+            self._jobs += map(Upload, self.uploads.start())
+        else:
+            self._find_founder()
+        if self.state is not None:
+            self._write(self.state)
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    def _lead(self, state: Decision) -> None:
+        for handover in self.seats.update(self.age()):
+            self._note_handover(state, handover)
+        if not state.begun and len(state.owners()) >= state.settings.start_with:
+            state.begun = True
+            state.history.note(self.age(), EventKind.BEGUN)
+        for one in self.rounds:
+            for waiting, fate in one.drop_refused(self.age()):
+                self._refuse(waiting.incarnation, waiting.slot, waiting.part, fate)
+            if state.begun and not self.is_stopping:
+                one.open_if_due(self._now)
+                if one.fragment in self._loaded and self._is_settled(one):
+                    self._close(one)
+            self._copy_if_due(one.shared, one.fragment)
+        self._is_asked = False
+        ready = {owner for one in self.rounds for owner in one.ready().values()}
+        state.ready = [owner for owner in state.owners() if owner in ready]
+        self._look_at_owners(state)
+        self._end(state)
+        state.history.close_if_due(self.age())
+
+    def _is_settled(self, one: Round) -> bool:
+        """Return whether the newest version counts, so that at most one state of a fragment stands
+        beside it."""
+        assert self.committed is not None
+        return self.committed.fragments[one.fragment].version == one.shared.version
+
+    def _note_handover(self, state: Decision, handover: Handover) -> None:
+        before, after = handover.before, handover.after
+        if after is not None:
+            for one in self.rounds:
+                one.began[after] = one.shared.version
+        self._say(f"slot {handover.slot}: {after or 'free'}")
+        is_evicted = state.told.get(before or "") == BARRED
+        state.history.note_handover(self.age(), before, after, is_evicted=is_evicted)
+
+    def _look_at_owners(self, state: Decision) -> None:
+        """Note which owners have become silent, or are heard again."""
+        away = {one for one in state.owners() if self.presence.silence(one) > SILENT}
+        for one in sorted(away ^ (self._away & set(state.owners()))):
+            kind = EventKind.AWAY if one in away else EventKind.BACK
+            state.history.note(self.age(), kind, name_of(one))
+        self._away = away
+
+    def _close(self, one: Round) -> None:
+        closed = one.close_if_due(self._now)
+        if closed is None:
+            return
+        parts, weight = closed
+        for slot in one.outliers(parts):
+            outlier = next(part for part in parts if part.slot == slot)
+            self._refuse(outlier.incarnation, slot, outlier.part, Fate.OUTLIER)
+            parts.remove(outlier)
+            weight -= outlier.part.weight
+        if parts:
+            version = one.shared.version + 1
+            self._jobs.append(Merge(one.fragment, version, tuple(parts), weight))
+
+    def _copy_if_due(self, shared: SharedFragment, number: int) -> None:
+        """Write copy and outer state if they are due and the last ones are written."""
+        assert self.state is not None
+        if number not in self._loaded or self.rounds[number].merging or self.is_stopping:
+            return
+        if any(self.uploads.is_under_way(kind, number) for kind in (COPY, OUTER)):
+            return
+        settings, behind = self.state.settings, shared.version - shared.copies[-1].version
+        is_due = behind >= settings.copies_every
+        is_due |= behind >= COPY_VERSIONS and self._is_asked
+        is_due |= behind > 0 and self._now - self._copied_at[number] > COPY_SECONDS
+        is_due |= behind > 0 and shared.clock >= settings.total_tokens
+        if is_due:
+            self._copied_at[number] = self._now
+            self.uploads.plan(COPY, number, shared.version)
+            self.uploads.plan(OUTER, number, shared.version)
+            self._jobs.append(Snapshot(number, shared.version))
+
+    def _end(self, state: Decision) -> None:
+        """End the run once it has all tokens and its final copies. A change of the total undoes
+        this. A stop in order publishes what is being merged."""
+        total, was_ended = state.settings.total_tokens, state.ended
+        state.ended = all(
+            one.clock >= total and one.copies[-1].version == one.version for one in state.fragments
+        )
+        if state.ended and not was_ended:
+            state.history.note(self.age(), EventKind.ENDED)
+        state.stopped = self.is_stopping and not any(one.merging for one in self.rounds)
+
+    def _write(self, state: Decision) -> None:
+        state.number = self._writer.number + 1
+        state.age = round(self.age(), 1)
+        state.written = round(self._wall + self._now - self._began, 1)
+        if not self._writer.is_writing:
+            state.writing = self.uploads.announce(state.number)
+            owners = [slot.owner for slot in state.slots]
+            state.seen = [None if owner is None else self.presence.see(owner) for owner in owners]
+        commit = self._writer.write_if_due(state, self._now)
+        if commit is not None:
+            self._jobs.append(commit)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it has stopped in order: the decision that says so has taken effect."""
+        if self.state is None or not self.state.fragments:
+            return self.is_stopping
+        return self.is_stopping and self.committed is not None and self.committed.stopped
+
+    def garbage(self, names: list[str]) -> list[str]:
+        """Return which names are garbage. `names`: of all objects, those of decisions among
+        them."""
+        if self.state is None:
+            return []
+        gone = self.presence.forgotten(self.state)
+        return self._writer.garbage(names, self.presence, gone, self._now)
