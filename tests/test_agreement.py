@@ -83,12 +83,16 @@ def test_ranks_with_other_code_are_refused(text: Path, processes: ProcessPool) -
             assert re.search(r": (\w{16}) on rank 0, (?!\1)\w{16} on rank 1$", line)
 
 
-PASSWORD = "hidden"
-JOIN = f"nats://island:{PASSWORD}@127.0.0.1:4222#run"
+SECRET = "hidden"
+JOIN = f"""
+location = "s3://islands/one"
+access_key_id = "lab"
+secret_access_key = "{SECRET}"
+"""
 
 
 def _start_island(chosen: dict[str, str], joins: list[str]) -> str:
-    """Return the error if this rank of an island was given this join string or file."""
+    """Return the error if this rank of an island was given this location or join file."""
     rank = int(os.environ["RANK"])
     config = load_config("debug", chosen | {"islands.join": joins[rank]})
     try:
@@ -98,17 +102,20 @@ def _start_island(chosen: dict[str, str], joins: list[str]) -> str:
     return ""
 
 
-def test_ranks_of_an_island_compare_its_run_without_the_password(
+def test_ranks_of_an_island_compare_its_run_without_the_login(
     text: Path, processes: ProcessPool
 ) -> None:
-    """A join string and a file that contains it are the same."""
-    file = text.parent / "join.txt"
+    """A join file and the location in it are the same run."""
+    file = text.parent / "join.toml"
     file.write_text(JOIN)
+    other = text.parent / "other.toml"
+    other.write_text(JOIN.replace("one", "two"))
     island = settings(text, diloco__method="streaming", islands__name="a")
-    assert processes.run(_start_island, 2, island, [JOIN, str(file)]) == ["", ""]
-    for message in processes.run(_start_island, 2, island, [str(file), JOIN.replace("#", "#an")]):
-        assert "  run in islands.join: run on rank 0, anrun on rank 1" in message
-        assert PASSWORD not in message
+    same = [str(file), "s3://islands/one"]
+    assert processes.run(_start_island, 2, island, same) == ["", ""]
+    for message in processes.run(_start_island, 2, island, [str(file), str(other)]):
+        assert re.search(r"  run in islands.join: (store-\w+) on rank 0, (?!\1)store-", message)
+        assert SECRET not in message
 
 
 def test_all_settings_that_are_not_shown_are_secrets() -> None:

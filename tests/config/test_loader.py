@@ -317,27 +317,19 @@ TOPK = {
         (TOPK | {"diloco.overlap.mixing_end": "1"}, "diloco.overlap.mixing_end"),
         (TOPK | {"diloco.quantization.block_size": "32"}, "diloco.quantization.block_size"),
         ({"islands.name": "here"}, "islands.name"),
-        ({"islands.join": "nats://127.0.0.1:1#run"}, "islands.name"),
-        (
-            {"islands.join": "nats://127.0.0.1:1#run", "islands.name": "a"}
-            | {"data.phases": "[{start = 0.5, mixture = {a = 1}}]"},
-            "data.phases",
-        ),
+        ({"islands.join": "runs/shared"}, "islands.name"),
+        ({"islands.join": "ftp://host/run", "islands.name": "a"}, "islands.join"),
+        ({"islands.local": "2"} | TOPK, "diloco.quantization.codec"),
         ({"islands.local": "3", "islands.slots": "1"}, "islands.slots"),
         ({"islands.local": "2", "islands.sync": "true"}, "islands.sync"),
         ({"islands.sync": "true"}, "islands.sync"),
-        (
-            {"islands.join": "nats://127.0.0.1:1#run", "islands.name": "a", "islands.sync": "true"},
-            "islands.sync",
-        ),
         ({"islands.local": "2", "diloco.method": "none"}, "diloco.method"),
-        ({"islands.local": "2", "diloco.link.outer_state": "cpu"}, "diloco.link.outer_state"),
         ({"data.shard_by": "random", "diloco.workers": "1"}, "data.shard_by"),
         ({"parallel.reduce_dtype": "bfloat16"}, "parallel.reduce_dtype"),
     ],
 )
 def test_contradictions_are_errors(settings: dict[str, str], key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^1 mistake.*\n.*: {key} = "):
+    with pytest.raises(ConfigError, match=rf"^1 mistake.*\n.*: {key}( = |: )"):
         load_config("debug", settings)
 
 

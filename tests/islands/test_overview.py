@@ -325,15 +325,15 @@ def test_a_reader_sees_what_was_before_the_syncer(
         run.rounds(5, validated=(10 * number, 4.0 - number / 10))
     assert len(run.history) >= 2
     run.write(tmp_path)
-    with reading(tmp_path) as reader:
-        assert len(reader.view().past.losses) == 12
-        assert len(reader.view().past.intervals["a"]) == len(run.history) + 1
+    with reading(tmp_path) as opened:
+        assert len(opened.view().past.losses) == 12
+        assert len(opened.view().past.intervals["a"]) == len(run.history) + 1
     monkeypatch.setattr(reader, "NEWEST_BINS", 1)
-    with reading(tmp_path, whole=False) as reader:
-        assert len(reader.view().past.intervals["a"]) == 2
+    with reading(tmp_path, whole=False) as opened:
+        assert len(opened.view().past.intervals["a"]) == 2
     (tmp_path / "history" / "000000").write_bytes(b"damaged")
-    with reading(tmp_path) as reader:
-        assert len(reader.view().past.intervals["a"]) == len(run.history), "the others"
+    with reading(tmp_path) as opened:
+        assert len(opened.view().past.intervals["a"]) == len(run.history), "the others"
 
 
 def test_status_prints_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +30,7 @@ from torchtitan_diloco.store.location import KINDS, check_location
 class Islands(Section):
     """Workers as separate jobs, which join and leave while the others continue."""
 
-    join: str = ""
+    join: str = field(default="", repr=False)  # someone may write a login into it
     """Where islands meet: a folder, the join file of a bucket, or `s3://`, `gs://` or `az://` with
     the login of the environment. Empty: all workers are one job. With islands, each job is one
     worker."""
@@ -96,8 +96,6 @@ def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
         yield "islands.local", "has a store of its own: remove this setting or islands.join"
     if islands.sync and islands.local:
         yield "islands.sync", "islands.local runs the syncer: remove this setting"
-    elif islands.sync and not islands.join:
-        yield "islands.sync", "is only used with islands.join: set that, or remove this setting"
     if islands.join and not islands.name:
         yield (
             "islands.name",
