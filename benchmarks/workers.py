@@ -1,4 +1,4 @@
-"""Trainers in a network, as one job or as islands with a store: start, harm and watch them.
+"""Trainers in a network, as one job or as islands: start, harm and watch them.
 
 A worker is a forked process with one rank. Each writes down its steps, a JSON object in a line.
 Islands whose store is served have a network namespace each, and the host of the store has the last

@@ -99,7 +99,7 @@ class IslandCourse:
         return self._peers.left
 
     def note(self, loss: float | None, validated: tuple[int, float, float] | None) -> None:
-        """Put the losses into the heartbeats of this island."""
+        """Put the losses into the notes of this island."""
         gauges = self._peers.gauges
         gauges.loss = loss
         if validated is not None and validated != self._validated:

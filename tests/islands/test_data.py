@@ -1,4 +1,4 @@
-"""Islands in a store read phases of the data, and corpora of their own."""
+"""Islands read phases of the data, and corpora of their own."""
 
 from collections.abc import Callable
 from pathlib import Path

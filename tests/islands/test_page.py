@@ -1,4 +1,4 @@
-"""The page of a run in a store over HTTP, and its report."""
+"""The page of a run over HTTP, and its report."""
 
 import base64
 import signal

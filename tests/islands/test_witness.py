@@ -1,4 +1,4 @@
-"""Islands in a store know reports, verdicts and actions of each other."""
+"""Islands know reports, verdicts and actions of each other."""
 
 import time
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def test_the_worst_verdict_about_an_island_is_in_its_note(
     assert kind_of(code_of(verdicts, "a")) == kind
 
 
-# --- verdicts, as with a log ----------------------------------------------------------------------
+# --- verdicts -------------------------------------------------------------------------------------
 
 
 def test_a_slow_island_is_found_and_recovers() -> None:

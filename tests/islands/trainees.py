@@ -1,4 +1,4 @@
-"""Islands with a store, each a training loop in a thread of this process."""
+"""Islands, each a training loop in a thread of this process."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Requests of a person to a run in a store: change a setting, or let an island leave.
+"""Requests of a person to a run: change a setting, or let an island leave.
 
 Each is an object `change/TIME-NONCE`, which takes effect once a decision names it.
 """

@@ -1,4 +1,4 @@
-"""State of a run in a store: which islands train, what rounds wait for, and past events.
+"""State of a run: which islands train, what rounds wait for, and past events.
 
 `overview` is a pure function of the newest decision, the notes and the history. Command line, page,
 metrics and report show its numbers.

@@ -1,4 +1,4 @@
-"""The page of a run in a store, and its numbers for Prometheus."""
+"""The page of a run, and its numbers for Prometheus."""
 
 import threading
 import time

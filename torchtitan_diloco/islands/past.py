@@ -1,4 +1,4 @@
-"""What has happened in a run in a store: when islands were there, news, and losses.
+"""What has happened in a run: when islands were there, news, and losses.
 
 It follows from the bins of the history. Times are in seconds since 1970, on the syncer's clock.
 """

@@ -75,7 +75,7 @@ Another syncer takes over after ten seconds."""
 
 
 class IslandPeers(Peers):
-    """The other islands of a run in a store."""
+    """The other islands of a run."""
 
     makes_outer_steps = False
     seat: Seat

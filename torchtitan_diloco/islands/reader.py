@@ -1,4 +1,4 @@
-"""Read a run in a store without taking part in it, and show its numbers."""
+"""Read a run without taking part in it, and show its numbers."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The place that an island takes when it joins a run in a store."""
+"""The place that an island takes when it joins a run."""
 
 from dataclasses import dataclass
 

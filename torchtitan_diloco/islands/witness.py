@@ -25,7 +25,7 @@ EVIDENCE = {
 
 
 class IslandWitness(Witness):
-    """The witness of an island in a store. It knows nothing before the island has a slot."""
+    """The witness of an island. It knows nothing before the island has a slot."""
 
     def __init__(self, name: str, gauges: Gauges) -> None:
         self.link: Link | None = None

@@ -1,4 +1,4 @@
-"""The promises of islands on a store, in simulated runs that drive the shipped rules.
+"""The promises of islands, in simulated runs that drive the shipped rules.
 
 `python -m tests.islands.rules.simulate --seeds 5000` runs many more with faults.
 """
