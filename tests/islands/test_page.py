@@ -73,7 +73,7 @@ def test_the_page_shows_what_was_before_this_syncer(folder: Path) -> None:
             "b is silent",
             "trains",
             "oslo",
-            "2.9000 at 110 tokens",
+            *("2.9000 at 110 tokens", "own, mean of its last minutes"),
             "loss of the shared",
         ):
             assert shown in text

@@ -296,7 +296,6 @@ def _islands_table(run: Run) -> Table:
         gaps = [(left, came - left) for (_, left), (came, _) in pairwise(spans)]
         away = [f"{time_text(at)} for {clock(gap)}" for at, gap in gaps if gap > LEAST_GAP]
         worker = workers.get(name, Worker(name))
-        loss = run.curve("loss/train", worker)[1]
         rows.append(
             [
                 Cell(name),
@@ -305,11 +304,21 @@ def _islands_table(run: Run) -> Table:
                 Cell(f"{sum(stay.parts for stay in stays):,}", "merged"),
                 Cell(f"{sum(stay.late_parts for stay in stays):,}", "one or more versions late"),
                 _cell(_mean_wait(worker), brief, "own, for an exchange, mean"),
-                _cell(float(loss[-1]) if loss.size else NAN, _loss, "own, last"),
+                _last_loss(run, worker),
             ]
         )
     columns = ["island", "came", "gone", "parts", "late", "training waited", "training loss"]
     return Table("Islands", columns, rows)
+
+
+def _last_loss(run: Run, island: Worker) -> Cell:
+    """Return the last training loss of an island, by its records or the history of its run."""
+    losses = run.curve("loss/train", island)[1]
+    if losses.size:
+        return _cell(float(losses[-1]), _loss, "own, last")
+    intervals = run.history.intervals.get(island.name, ()) if run.history else ()
+    means = [interval.loss for interval in intervals if interval.loss is not None]
+    return _cell(means[-1] if means else NAN, _loss, "own, mean of its last minutes")
 
 
 def _mixtures_table(run: Run) -> Table:
