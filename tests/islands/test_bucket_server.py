@@ -419,9 +419,6 @@ def test_mistakes_are_one_line_with_a_remedy(
         ([new, "--address", "https://x"], "--address 'https://x': give the name or address"),
         ([new, *here, "--host", "x"], "--host 'x': give an IP address of this machine"),
         ([new, *here, "--port", 0], "--port 0: give a number from 1 to 65535"),
-        ([new, *here, "--run", "x"], "--run is only for a log: leave it out"),
-        ([new, "--folder", new], "give either FOLDER, to serve a bucket, or --folder"),
-        ([], "give either FOLDER, to serve a bucket, or --folder"),
     ]
     for words, problem in wrong:
         assert problem in error_of(capsys, "serve", *words)
@@ -441,7 +438,6 @@ def test_mistakes_are_one_line_with_a_remedy(
     assert main(["site", str(new), "lab"]) == 0
     assert "site lab has a login" in error_of(capsys, "site", new, "lab")
     assert "is not the folder of a bucket" in error_of(capsys, "site", used, "lab")
-    assert "give the FOLDER of a bucket and the NAME" in error_of(capsys, "site", "lab")
     (new / "authority.pem").write_text("damaged")
     assert "authority.pem or authority-key.pem cannot be read" in error_of(
         capsys, "serve", new, "--port", free_port()
