@@ -29,8 +29,7 @@ from torchtitan_diloco.diloco.flags import DROPPED
 from torchtitan_diloco.diloco.fragments import Fragment, build_fragments, describe_layout
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.loop import Loop
-from torchtitan_diloco.diloco.modes import mode_after
-from torchtitan_diloco.diloco.outer_state import build_states, pick_state_device
+from torchtitan_diloco.diloco.outer_state import build_states, mode_after, pick_state_device
 from torchtitan_diloco.diloco.peers import Peers, end_thread
 from torchtitan_diloco.diloco.reports import GlooReports
 from torchtitan_diloco.diloco.round import InFlight, Round

@@ -12,6 +12,7 @@ from torchtitan_diloco.diloco.arithmetic import AVERAGE, BLOCK, outer_step, slot
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 from torchtitan_diloco.diloco.delta_norms import DeltaNorms
+from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.modes import Mode
 
@@ -361,6 +362,24 @@ class OuterState:
         """Start to copy the next shared copy to the model's device."""
         if self._staging is not None:
             self._staging.copy_(self.delta, non_blocking=True)
+
+
+def mode_after(
+    flags: int, *, participants: int, mixing: float, is_sparse: bool
+) -> tuple[Mode, float]:
+    """Return how a worker applies the copy after an exchange, and its share for `MIX`.
+
+    Args:
+        flags: of its delta.
+        participants: number of workers whose deltas are in the mean.
+        mixing: usual share.
+        is_sparse: whether the worker has sent only a part of its delta.
+    """
+    if flags & WENT_WRONG:
+        return Mode.RESET, 0.0
+    # The copy contains nothing of a worker that was dropped, and nothing new without participants.
+    share = 1.0 if flags & DROPPED or not participants else mixing
+    return Mode.TAKE_BACK if is_sparse and share < 1 else Mode.MIX, share
 
 
 def take_back(change: Tensor, sent: Tensor | float) -> None:

@@ -21,8 +21,8 @@ from torchtitan_diloco.diloco.arithmetic import slot_count
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import local_rows
-from torchtitan_diloco.diloco.modes import Mode, mode_after
-from torchtitan_diloco.diloco.outer_state import OuterState, state_bytes, take_back
+from torchtitan_diloco.diloco.modes import Mode
+from torchtitan_diloco.diloco.outer_state import OuterState, mode_after, state_bytes, take_back
 from torchtitan_diloco.diloco.round import Round
 
 Named = dict[str, Tensor]
