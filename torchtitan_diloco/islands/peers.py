@@ -182,8 +182,8 @@ class IslandPeers(Peers):
         drop_gathered(self._loop.model)
         began = time.monotonic()
 
-        def take(apply: rules.Apply, _: float) -> None:
-            self._take(apply)
+        def take(apply: rules.Apply, waited: float) -> None:
+            self._take(apply, waited)
             self._say_wait(began, before_start)  # others may train all the time
 
         while not self._last.has_begun:
@@ -192,7 +192,7 @@ class IslandPeers(Peers):
             if self._link is not None:
                 raise_if_ended(self.machine, self.islands.join)
             self._say_wait(began, before_start)
-        self._boundary(lambda apply, _: self._take(apply))
+        self._boundary(self._take)
         for state in self._loop.states:
             state.write_model()
         name = self.islands.name
@@ -344,7 +344,7 @@ class IslandPeers(Peers):
     def _boundary(self, apply: Callable[[rules.Apply, float], None]) -> None:
         """Do what the rules decide, until there is nothing more to do for now.
 
-        `apply`: applies a version, for which training has waited these seconds.
+        `apply`: applies a version, for which this rank has waited these seconds, and counts them.
         """
         is_done = False
         while not is_done:
@@ -355,7 +355,7 @@ class IslandPeers(Peers):
             self.check()
             for version in due.applies:
                 apply(version, waited)
-                waited = 0.0  # it counts once
+                waited = 0.0
                 self._on_applied(version)
             self._loop.meter.waited(waited)
             for send in due.sends:
@@ -388,12 +388,13 @@ class IslandPeers(Peers):
         if self._link is not None:
             self._link.on_applied(apply)
 
-    def _take(self, apply: rules.Apply) -> None:
+    def _take(self, apply: rules.Apply, waited: float) -> None:
         """Take a version while this island joins. The model is written at the end."""
+        self._loop.meter.waited(waited)
         self._loop.states[apply.fragment].apply(self._copy_of(apply), Mode.TAKE)
 
     def _apply(self, apply: rules.Apply, waited: float) -> None:
-        """`waited`: seconds for which training has waited for it."""
+        """Apply a version to the model."""
         loop = self._loop
         prepared = None if self._link is None else self._link.prepared(apply)
         values = loop.states[apply.fragment].values
