@@ -172,7 +172,7 @@ class GlooPeers(Peers):
             )
             if coder.type == "cuda":
                 self._exchanger.warm_up(sizes)
-            self.reports.look_at(
+            self.reports.observe(
                 self._exchanger.transport,
                 cycle_bytes=bytes_from_each(sum(sizes), self.reports.workers, codec),
             )

@@ -25,7 +25,7 @@ time of a message."""
 
 class Reports:
     """What the peers of an outer loop know of the workers, for diagnosis, telemetry and
-    descriptions. This base class knows nothing."""
+    descriptions. The peers set its values. This base class knows nothing."""
 
     workers = 1
     """Number of workers in each exchange."""
@@ -81,7 +81,7 @@ class GlooReports(Reports):
         """Latest known bytes per second from each worker."""
         self._transfers: tuple[float, ...] = ()
 
-    def look_at(self, transport: Transport, *, cycle_bytes: float) -> None:
+    def observe(self, transport: Transport, *, cycle_bytes: float) -> None:
         """Observe a transport from now on. `cycle_bytes`: bytes from each other worker in a
         cycle."""
         self._transport = transport
