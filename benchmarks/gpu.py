@@ -39,6 +39,7 @@ from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimiz
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.outer_state import OuterState, background_stream
 from torchtitan_diloco.distributed.world import FSDP, world_of_one
 from torchtitan_diloco.models.decoder import SHAPES, Decoder
@@ -165,7 +166,7 @@ def outer_round(model_device: torch.device, state_device: torch.device) -> tuple
     with state.background():
         state.finish_delta()
         state.advance()
-    state.apply(state.delta, share=0.5)
+    state.apply(state.delta, Mode.MIX, 0.5)
     local = torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
     return state.outer.cpu(), local
 

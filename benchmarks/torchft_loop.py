@@ -20,8 +20,8 @@ from torch.optim import SGD, Optimizer
 
 from torchtitan_diloco import train
 from torchtitan_diloco.diloco import DiLoCoConfig
+from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.streaming import DataParallel
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.launching import rank
 from torchtitan_diloco.trainer import Trainer

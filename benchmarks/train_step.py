@@ -205,7 +205,7 @@ def part_seconds(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
 
     def between_exchanges() -> None:
         for _ in range(OUTER_STEPS):
-            outer.peers.step = 0  # nothing is sent after the first step
+            outer.loop.step = 0  # nothing is sent after the first step
             outer.step()
 
     name = f"outer loop between exchanges, H = {streaming.sync_every}"

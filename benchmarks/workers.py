@@ -33,6 +33,7 @@ from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.diagnosis.kinds import Verdict
 from torchtitan_diloco.diagnosis.verdicts import Judge, Observation
+from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.islands.layout import Layout, hexadecimal, shapes_of
 from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.peers import IslandPeers
@@ -99,11 +100,11 @@ class Worker(Trainer):
 
     def run(self) -> Path:
         folder = super().run()
-        if (peers := self.island_peers) is not None:
+        if isinstance(self.outer, StreamingDiLoCo) and self.island_peers is not None:
             self.note(
                 shared=[
                     hexadecimal(Layout(shapes_of(state.fragment)).checksum(state.outer))
-                    for state in peers.states
+                    for state in self.outer.loop.states
                 ]
             )
         return folder
@@ -165,7 +166,7 @@ class Worker(Trainer):
         fault = self.job.fault
         time.sleep(fault.get("hang", 0.0))
         if "bit" in fault:
-            copy = self.outer.peers.states[0].outer  # type: ignore[union-attr]
+            copy = self.outer.loop.states[0].outer  # type: ignore[union-attr]
             copy.view(torch.int32)[0] ^= 1 << 20
         if "clock" in fault:
             now, jump = time.time, fault["clock"]

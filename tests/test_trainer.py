@@ -29,7 +29,7 @@ from torchtitan_diloco.components.telemetry import StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config import Config, load_config, to_toml
 from torchtitan_diloco.config.schema import Checkpoint, Metrics
-from torchtitan_diloco.diloco.streaming import DataParallel
+from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.distributed.world import FSDP, World, join_world, leave_world, world_of_one
 from torchtitan_diloco.report.run_records import open_runs
 from torchtitan_diloco.train import main

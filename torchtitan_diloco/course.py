@@ -105,7 +105,7 @@ class JobCourse:
         return GlooPeers(
             world.group(WORKER),
             shard_group=world.shards,
-            witness=world.witness,
+            reports=world.reports,
             total_steps=self._plan.total_steps,
             seed=self._config.run.seed,
             streams=world.streams,

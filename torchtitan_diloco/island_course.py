@@ -80,7 +80,7 @@ class IslandCourse:
 
     @property
     def share(self) -> float:
-        return self._peers.progress
+        return self._peers.reports.progress
 
     @property
     def entered(self) -> Sequence[int]:

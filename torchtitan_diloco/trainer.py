@@ -56,7 +56,7 @@ from torchtitan_diloco.diagnosis.watch import Diagnosis, Stacks
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.agreement import agree, code_facts
 from torchtitan_diloco.diloco.config import MAY_DIFFER
-from torchtitan_diloco.diloco.streaming import DataParallel, OuterLoop
+from torchtitan_diloco.diloco.data_parallel import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import (
     Requests,
     StopRequest,

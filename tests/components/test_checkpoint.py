@@ -55,8 +55,8 @@ from torchtitan_diloco.components.run_folder import claim_run_folder, lock_folde
 from torchtitan_diloco.config.schema import Checkpoint, Distributed
 from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.diloco.config import Link
+from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.streaming import DataParallel
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.trainer import Trainer

@@ -22,7 +22,7 @@ from torchtitan_diloco.components.metrics import (
 )
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import StepResult
-from torchtitan_diloco.diloco.streaming import DataParallel
+from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.report.page import facts_table
 from torchtitan_diloco.report.run_records import open_runs

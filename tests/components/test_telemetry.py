@@ -39,10 +39,10 @@ from torchtitan_diloco.components.records import (
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.telemetry import RunProgress, StepResult, Telemetry
 from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.diloco.data_parallel import DataParallel, OuterLoop
 from torchtitan_diloco.diloco.flags import OUTLIER
 from torchtitan_diloco.diloco.fragments import Fragment, Part
 from torchtitan_diloco.diloco.round import Round, Traffic
-from torchtitan_diloco.diloco.streaming import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.report.run_records import open_runs

@@ -24,7 +24,7 @@ from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diagnosis import verdicts, watch
 from torchtitan_diloco.diagnosis.kinds import WORDS, Kind
 from torchtitan_diloco.diagnosis.watch import Stacks
-from torchtitan_diloco.diloco import Link, liveness, witness
+from torchtitan_diloco.diloco import Link, liveness, reports
 from torchtitan_diloco.diloco.flags import NOT_FINITE
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import WorkerLostError
@@ -51,7 +51,7 @@ def _train(chosen: Mapping[str, str]) -> Path:
 
     with (
         patch.object(liveness, "LATE_SECONDS", 1.0),
-        patch.object(witness, "LATE_SECONDS", 1.0),
+        patch.object(reports, "LATE_SECONDS", 1.0),
         patch.dict(verdicts.SETTLED, clear=True),  # rounds are short
         patch.object(Telemetry, "vitals", vitals),
         patch.object(trainer, "train_step", train_step),
@@ -94,7 +94,7 @@ def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
     """So the log of a restart does, too."""
     outer, diagnosis, _ = watching()
     said = {"worker 0": Report(Vitals(0.25)), "worker 1": Report(flags=NOT_FINITE)}
-    with patch.object(outer.peers.witness, "reports", lambda: said):
+    with patch.object(outer.peers.reports, "latest", lambda: said):
         for step in range(3):
             diagnosis.after_step(step)
     stuck = Report(absent=STUCK, evidence="of its payload nothing for 12 s")
@@ -115,7 +115,7 @@ def test_an_error_that_names_its_cause_has_no_hint_about_cores(
     monkeypatch.setattr(watch, "time", mock.Mock(monotonic=lambda: next(clock), time=time.time))
     outer, diagnosis, _ = watching()
     busy = {"a": Report(Vitals(0.25, queued=0.2)), "b": Report(Vitals(0.25), flags=NOT_FINITE)}
-    with patch.object(outer.peers.witness, "reports", lambda: busy):
+    with patch.object(outer.peers.reports, "latest", lambda: busy):
         for step in range(60):
             diagnosis.after_step(step)
     with pytest.raises(WorkerLostError) as lost, diagnosis:
@@ -140,7 +140,7 @@ def test_other_workers_name_the_first_one_if_it_is_missing(
 def test_actions_are_recorded_like_verdicts() -> None:
     outer, diagnosis, telemetry = watching()
     actions = [[Action("b", "not waited for", "late")], [Action("b", "not waited for", "", True)]]
-    with patch.object(outer.peers.witness, "take_actions", lambda: actions.pop(0)):
+    with patch.object(outer.peers.reports, "take_actions", lambda: actions.pop(0)):
         diagnosis.after_step(4)
         diagnosis.after_step(9)
     first, last = (call.args[0] for call in telemetry.files.write.call_args_list)
@@ -157,7 +157,7 @@ def test_transfers_that_take_longer_than_a_cycle_are_named_once(
     (tmp_path / "config.toml").write_text("training.steps = 9\ndiloco.sync_every = 8\n")
     outer, diagnosis, _ = watching(tmp_path)
     said = {"worker 0": Report(Vitals(0.25, transfers=(0.0, transfer)))}
-    with patch.object(outer.peers.witness, "reports", lambda: said):
+    with patch.object(outer.peers.reports, "latest", lambda: said):
         for step in range(3):
             diagnosis.after_step(step)
     assert outer.config.sync_every == 8  # of 2 s
@@ -175,8 +175,8 @@ def test_transfers_that_take_longer_than_a_cycle_are_named_once(
         found = load_config(str(written))
         assert (found.diloco.quantization.codec, found.diloco.sync_every) == ("int8", 8)
         assert found.run.folder == str(tmp_path), "the same run goes on"
-    outer.peers.config = replace(outer.peers.config, sync_every=4)  # islands change
-    with patch.object(outer.peers.witness, "reports", lambda: said):
+    outer.loop.config = replace(outer.config, sync_every=4)  # islands change
+    with patch.object(outer.peers.reports, "latest", lambda: said):
         for step in range(3, 20):
             diagnosis.after_step(step)
     texts = [one for one in caplog.messages if "training has to wait" in one]
@@ -193,7 +193,7 @@ def test_on_a_busy_machine_the_cores_are_named_once_and_no_settings_are_proposed
     outer, diagnosis, telemetry = watching(tmp_path)
     transfers = (0.0, 4.0)
     busy = {"worker 0": Report(Vitals(0.25, queued=0.2, transfers=transfers))}
-    with patch.object(outer.peers.witness, "reports", lambda: busy):
+    with patch.object(outer.peers.reports, "latest", lambda: busy):
         for step in range(60):
             diagnosis.after_step(step)
     (line,) = caplog.messages
@@ -201,7 +201,7 @@ def test_on_a_busy_machine_the_cores_are_named_once_and_no_settings_are_proposed
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
     assert [call.args[0].what for call in telemetry.files.write.call_args_list] == [Kind.LOAD]
     calm = {"worker 0": Report(Vitals(0.25, queued=0.01, transfers=transfers))}
-    with patch.object(outer.peers.witness, "reports", lambda: calm):
+    with patch.object(outer.peers.reports, "latest", lambda: calm):
         for step in range(60, 120):
             diagnosis.after_step(step)
     assert "training has to wait" in caplog.messages[1]
@@ -223,7 +223,7 @@ def test_links_are_judged_unless_workers_meet_on_the_loopback(
     outer, diagnosis, _ = watching(link=Link(interface=chosen))
     both = [(0.0, 0.5), (4.0, 0.0)]
     said = {f"worker {one}": Report(Vitals(0.25, transfers=both[one])) for one in range(2)}
-    with patch.object(outer.peers.witness, "reports", lambda: said):
+    with patch.object(outer.peers.reports, "latest", lambda: said):
         for step in range(8):
             diagnosis.after_step(step)
     assert any("the link worker 0 -> worker 1 has been slow" in one for one in caplog.messages) == (

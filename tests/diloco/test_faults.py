@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,13 +25,13 @@ from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError
 from torchtitan_diloco.diloco import liveness as liveness_module
-from torchtitan_diloco.diloco import witness as witness_module
+from torchtitan_diloco.diloco import reports as reports_module
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.liveness import Answer, Liveness
+from torchtitan_diloco.diloco.reports import GlooReports, why_absent
 from torchtitan_diloco.diloco.transport import Header, check_headers
-from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Signs
-from torchtitan_diloco.diloco.witness import GlooWitness, signs_of
+from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, absence
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import WORKER
 
@@ -62,10 +61,11 @@ def _fault(event: str, at_step: int, link: Link) -> str:
                 if event == "silence":
                     time.sleep(2 * IMPATIENT.timeout_seconds)
                 elif event == "schedule":
-                    outer.peers.step += 2
+                    outer.loop.step += 2
                 else:
-                    outer._states[1].outer[3] += 1.0
-                    outer._states[1].checksum ^= 1  # as it would be, had the outer step gone wrong
+                    state = outer.loop.states[1]
+                    state.outer[3] += 1.0
+                    state.checksum ^= 1  # as it would be, had the outer step gone wrong
             outer.step()
     except (WorkerLostError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
@@ -238,8 +238,8 @@ def _waits(of_worker: dict[int, str], stops: str, values: int) -> tuple[list[str
     world, lines, missing = join(3), Lines(), dict[str, str]()
     model = nn.ParameterDict({"weight": nn.Parameter(torch.ones(values))})
     outer = StreamingDiLoCo(model, world.group(WORKER), replace(AVERAGE_EVERY_STEP, link=PATIENT))
-    outer.peers.witness.watcher = Mock(
-        missing=lambda reports: missing.update({who: one.absent for who, one in reports.items()})
+    outer.peers.reports.watcher = lambda reports: missing.update(
+        {who: one.absent for who, one in reports.items()}
     )
     owner: type = StreamingDiLoCo if stops in ("step", "all") else Exchange
     method = "step" if stops == "all" else stops
@@ -251,9 +251,9 @@ def _waits(of_worker: dict[int, str], stops: str, values: int) -> tuple[list[str
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(liveness_module, "LATE_SECONDS", 0.5)
-        patch.setattr(witness_module, "HANG_SECONDS", 0.5)
+        patch.setattr(reports_module, "HANG_SECONDS", 0.5)
         patch.setattr(liveness_module, "ANSWER_SECONDS", 0.5 if stops == "all" else 60.0)
-        patch.setattr(witness_module, "STILL_SECONDS", 0.2)
+        patch.setattr(reports_module, "STILL_SECONDS", 0.2)
         outer.step()
         if world.worker != 1:
             text = of_worker[world.worker]
@@ -314,7 +314,7 @@ def _asks_while_a_line_is_written() -> list[bool]:
         patch.setattr(liveness_module, "LATE_SECONDS", 0.1)
         patch.setattr(liveness_module, "ANSWER_SECONDS", 30.0)
         if world.worker == 0:
-            watching.wait_for(result, onlooker=Mock(waiting=write))
+            watching.wait_for(result, onlooker=write)
         else:
             for _ in range(2):
                 dist.barrier(group=world.control)
@@ -330,7 +330,7 @@ def test_a_worker_answers_while_a_line_about_others_is_written(processes: Proces
 
 def test_a_step_that_may_compile_does_not_hang() -> None:
     def absent(answer: Answer, usual: float) -> str:
-        return signs_of(answer, usual, is_stuck=False).absent
+        return why_absent(answer, usual, is_stuck=False)
 
     assert not absent(Answer(5, 100.0, waits=True), 0.1)
     for seconds, usual, hangs in (11, 0.1, True), (11, 2.0, False), (21, 2.0, True):
@@ -341,11 +341,11 @@ def test_a_step_that_may_compile_does_not_hang() -> None:
 
 
 def test_why_a_worker_is_absent() -> None:
-    assert Signs(answers=False, is_stuck=True).absent == STOPPED
-    assert Signs(answers=True, is_stuck=True).absent == STUCK
-    assert Signs(answers=True, still=9.0, longest=8.0, is_stuck=True).absent == HUNG
-    assert Signs(answers=True, still=9.0, longest=8.0, may_wait=True, is_stuck=True).absent == STUCK
-    assert Signs(answers=True, still=7.0, longest=8.0).absent == ""
+    assert absence(answers=False, is_stuck=True) == STOPPED
+    assert absence(answers=True, is_stuck=True) == STUCK
+    assert absence(answers=True, still=9.0, longest=8.0, is_stuck=True) == HUNG
+    assert absence(answers=True, still=9.0, longest=8.0, may_wait=True, is_stuck=True) == STUCK
+    assert absence(answers=True, still=7.0, longest=8.0) == ""
 
 
 def _waits_elsewhere() -> list[str]:
@@ -355,9 +355,9 @@ def _waits_elsewhere() -> list[str]:
     chosen = replace(config(0, delay=4), link=PATIENT)
     model = Net()
     optimizer = sgd(model)
-    peers = GlooPeers(world.group(WORKER), witness=world.witness)
+    peers = GlooPeers(world.group(WORKER), reports=world.reports)
     outer = StreamingDiLoCo(model, peers, chosen)
-    sent = next(step for step in range(1, 99) if peers.schedule.sent_at(step))
+    sent = next(step for step in range(1, 99) if outer.loop.schedule.sent_at(step))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(liveness_module, "LATE_SECONDS", 0.5)
         patch.setattr(liveness_module, "ANSWER_SECONDS", 60.0)
@@ -384,5 +384,5 @@ def test_a_wait_elsewhere_says_whom_an_exchange_waits_for(processes: ProcessPool
 
 
 def test_a_worker_that_is_alone_waits_for_its_ranks(caplog: pytest.LogCaptureFixture) -> None:
-    GlooWitness(Liveness(None)).waiting(10.0)
+    GlooReports(Liveness(None)).waiting(10.0)
     assert caplog.messages == ["waiting since 10 s for a rank of this worker"]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.diloco.toy import Net, config
 from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.outer_state import OuterState
 
 CPU = torch.device("cpu")
@@ -46,22 +47,22 @@ def rounds_of(model: Net, state: OuterState) -> list[Tensor]:
     state.finish_delta()
     found.append(state.delta.clone())
     state.prepare(change(state, 1), replaces=False)
-    found.append(state.apply(state.delta, 0.5, measured=True))
+    found.append(state.apply(state.delta, Mode.MIX, 0.5, measured=True))
     look()
     state.prepare(change(state, 2), replaces=False)
     train(model)
-    state.add_change(state.delta)
+    state.apply(state.delta, Mode.ADD)
     look()
     train(model)
     state.take_delta()  # it is not finite, say: the parameters take the copy that is there
     state.finish_delta()
-    found.append(state.apply(state.outer, 0.0, measured=True))
+    found.append(state.apply(state.outer, Mode.TAKE, measured=True))
     look()
     state.prepare(change(state, 3), replaces=True)  # and while the next one waits
     train(model)
-    found.append(state.apply(state.outer, 0.0, measured=True))
+    found.append(state.apply(state.outer, Mode.TAKE, measured=True))
     look()
-    found.append(state.apply(state.delta, 0.5))
+    found.append(state.apply(state.delta, Mode.MIX, 0.5))
     look()
     return found
 
@@ -81,6 +82,6 @@ def test_a_copy_that_is_applied_again_stays_as_it_is(on_host: bool) -> None:
     train(model)
     trained = torch.cat([part.local() for part in state.fragment.parts])
     distance = torch.linalg.vector_norm(trained - copy)
-    assert torch.allclose(state.apply(state.outer, 0.0, measured=True), distance)
+    assert torch.allclose(state.apply(state.outer, Mode.TAKE, measured=True), distance)
     assert torch.equal(state.outer, copy)
     assert torch.equal(torch.cat([part.local() for part in state.fragment.parts]), copy)

@@ -16,6 +16,7 @@ from torchtitan_diloco.diloco import Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.arithmetic import BLOCK
 from torchtitan_diloco.diloco.config import CodecName, Fragments, OuterOptimizer
 from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.outer_state import OuterState, checksum
 from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.distributed.world import WORKER
@@ -109,7 +110,7 @@ def _transfers(codec: CodecName) -> list[tuple[tuple[float, ...], float, list[fl
         outer.step()
         (round_,) = outer.rounds()
         if step:
-            vitals = outer.peers.witness.reports()[f"worker {outer.worker}"].vitals
+            vitals = outer.peers.reports.latest()[f"worker {outer.worker}"].vitals
             rates = [before.rate(other) for other in range(3) if other != outer.worker]
             found.append((vitals.transfers, before.bytes_received, rates))
         before = round_.traffic
@@ -147,7 +148,7 @@ def test_steps_are_torchs(name: str, size: int) -> None:
         state.advance()
         assert torch.equal(state.outer, before), "whole until the fragment is applied"
         assert state.checksum == checksum(state.delta)
-        state.apply(state.delta, share=0.0)
+        state.apply(state.delta, Mode.TAKE)
         torch.testing.assert_close(state.outer, expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(model["weight"], state.outer)
 

@@ -30,7 +30,7 @@ from torchtitan_diloco.diloco import (
     Quantization,
     StreamingDiLoCo,
     arithmetic,
-    peers,
+    gloo_peers,
 )
 from torchtitan_diloco.diloco.codecs import base
 from torchtitan_diloco.diloco.fragments import build_fragments
@@ -73,7 +73,7 @@ def test_a_beginning_is_a_fraction_of_the_run() -> None:
     chosen = DiLoCoConfig(sync_every=10, beginning=Beginning(length=0.25, sync_every=5))
     outer = StreamingDiLoCo(Net(), None, chosen, total_steps=42)
     outer.close()
-    assert outer.peers.schedule.beginning_steps == 10
+    assert outer.loop.schedule.beginning_steps == 10
     assert any("in the first 10 steps every 5 steps" in line for line in outer.describe())
 
 
@@ -108,7 +108,7 @@ def _other_settings() -> tuple[dict[str, str], list[int]]:
         chosen = config(2, mixing=0.25 if differs == "diloco.overlap.mixing" else 0.5)
         with pytest.MonkeyPatch.context() as patch:
             if differs.startswith("device"):
-                patch.setattr(peers, "pick_state_device", lambda *_, **__: GPU)
+                patch.setattr(gloo_peers, "pick_state_device", lambda *_, **__: GPU)
                 patch.setattr(arithmetic, "compute", lambda *_: {})
             steps = 7 if differs == "total_steps" else 0
             found[kind] = refusal(model, group, chosen, total_steps=steps)

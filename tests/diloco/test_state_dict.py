@@ -23,13 +23,13 @@ from torchtitan_diloco.diloco import (
     StreamingDiLoCo,
 )
 from torchtitan_diloco.diloco.config import CodecName
+from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.diloco.state_dict import (
     SavedState,
     saved_bytes,
     shaped_like,
     shared_parameter_name,
 )
-from torchtitan_diloco.diloco.streaming import DataParallel
 
 State = dict[str, Any]
 STOPS = {3: 0, 12: 5, 13: 4, 16: 2}

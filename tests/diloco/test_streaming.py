@@ -213,7 +213,7 @@ def test_threads_end_with_their_owner_and_leave_torchs_threads_alone() -> None:
     gc.collect()
     assert set(threading.enumerate()) <= before
     outer = StreamingDiLoCo(Net(), None, AVERAGE_EVERY_STEP)
-    assert outer.peers.background.submit(_threads_after_work).result() == ENCODING_THREADS
+    assert outer.loop.background.submit(_threads_after_work).result() == ENCODING_THREADS
     with ThreadPoolExecutor() as later:
         assert later.submit(torch.get_num_threads).result() == threads
     assert torch.get_num_threads() == threads
@@ -224,7 +224,7 @@ def _drop_a_loop() -> None:
     before = set(threading.enumerate())
     model = Net()
     optimizer = sgd(model)
-    peers = GlooPeers(world.group(WORKER), witness=world.witness)
+    peers = GlooPeers(world.group(WORKER), reports=world.reports)
     outer = StreamingDiLoCo(model, peers, config())
     train(outer, model, optimizer, range(1, 20))
     outer.drain()

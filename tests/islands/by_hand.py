@@ -15,7 +15,6 @@ from torch import Tensor
 from tests.diloco.toy import Net, inner_step, sgd
 from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.layout import Layout, hexadecimal, shapes_of
 from torchtitan_diloco.islands.payload import (
@@ -180,13 +179,7 @@ class HandIsland:
             pieces = (piece.values for piece in decode(content, [state.values]))
             state.prepare(pieces, replaces=read_header(content).codec == "fp32")
             copy = state.delta
-        match apply.mode:
-            case Mode.MIX:
-                state.apply(copy, apply.share)
-            case Mode.ADD:
-                state.add_change(copy)
-            case _:
-                state.apply(copy, 0.0)
+        state.apply(copy, apply.mode, apply.share)
         self.versions[apply.fragment, apply.version] = state.outer.clone()
         self.machine.on_checksum(apply.fragment, apply.version, self.checksum(apply.fragment))
         assert not self.machine.fragments[apply.fragment].is_wrong

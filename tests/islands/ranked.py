@@ -83,7 +83,7 @@ class RankedIsland:
             if self.rank == 0:
                 assert not any(one.is_wrong for one in self.peers.machine.fragments)
             for round_ in self.outer.rounds():
-                state = self.peers.states[round_.fragment]
+                state = self.outer.loop.states[round_.fragment]
                 self.versions[round_.fragment, round_.outer_round] = state.outer.clone()
             on_step(self.steps)
 

@@ -74,7 +74,7 @@ def test_a_run_is_changed_while_it_trains(
             assert said.count("\n") == 1
             assert why in said
         deadline = time.monotonic() + 60
-        while first.peers.config.sync_every != 7 or second.peers.config.sync_every != 7:
+        while first.outer.config.sync_every != 7 or second.outer.config.sync_every != 7:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 

@@ -37,7 +37,7 @@ def test_ten_kills_of_the_syncer_change_no_bit(
 
     def look(_: int) -> None:
         for number, fragment in enumerate(pair[0].peers.machine.fragments):
-            state = pair[0].peers.states[number]
+            state = pair[0].outer.loop.states[number]
             versions.setdefault((number, fragment.applied), state.outer.clone())
 
     pair[0].on_step = look
@@ -52,7 +52,7 @@ def test_ten_kills_of_the_syncer_change_no_bit(
         assert torch.equal(versions[key], value), key
     copies = audit.check(PER_SAMPLE)
     for island in pair:
-        for state, copy in zip(island.peers.states, copies, strict=True):
+        for state, copy in zip(island.outer.loop.states, copies, strict=True):
             assert torch.equal(state.outer, copy)
     assert len({decision.session for decision in audit.decisions.values()}) >= 10
     assert audit.newest.ended
@@ -79,7 +79,7 @@ def test_an_island_is_killed_in_its_uploads(tmp_path: Path, deaths: list[int]) -
     shared = torch.load(tmp_path / "shared.pt")
     for name, value in survivor.shared.items():
         assert torch.equal(value, shared[name]), name
-    for state, copy in zip(survivor.peers.states, copies, strict=True):
+    for state, copy in zip(survivor.outer.loop.states, copies, strict=True):
         assert torch.equal(state.outer, copy)
     assert audit.newest.ended
 
@@ -146,7 +146,7 @@ def test_islands_train_on_while_the_store_is_away(tmp_path: Path) -> None:
     assert min(trained_on) > 20
     copies = audit.check(PER_SAMPLE)
     for island in pair:
-        for state, copy in zip(island.peers.states, copies, strict=True):
+        for state, copy in zip(island.outer.loop.states, copies, strict=True):
             assert torch.equal(state.outer, copy)
     assert audit.newest.session == before.session, "the syncer has stayed"
     assert audit.newest.ended

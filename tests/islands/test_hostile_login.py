@@ -196,7 +196,7 @@ def test_a_hostile_login_delays_and_ends_nobody(server: Serving) -> None:
             pair[0].thread.join(PATIENCE)
     copies = audit.check(TOKENS // SAMPLES)
     for island in pair:
-        for state, copy in zip(island.peers.states, copies, strict=True):
+        for state, copy in zip(island.outer.loop.states, copies, strict=True):
             assert torch.equal(state.outer, copy)
     assert audit.newest.ended
     assert len({decision.session for decision in audit.decisions.values()}) == 1, "one syncer"

@@ -39,7 +39,7 @@ def test_a_version_of_others_waits_for_the_buffer_of_a_slow_upload(tmp_path: Pat
     seen = list[tuple[int, int]]()  # version of a part's base, and the newest one afterwards
 
     def encode_late(part: Part, round_: Round) -> None:
-        state = slow.peers.states[part.fragment]
+        state = slow.outer.loop.states[part.fragment]
         taken = state.delta.clone()
         if part.number in (2, 4):
             time.sleep(2.5)  # rounds close after a second

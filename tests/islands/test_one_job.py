@@ -35,7 +35,7 @@ def one_job(
         inner_step(model, optimizer, outer.worker, step)
         outer.step(tokens[outer.worker])
         for round_ in outer.rounds():
-            state = outer.peers.states[round_.fragment]
+            state = outer.loop.states[round_.fragment]
             versions[round_.fragment, round_.outer_round] = state.outer.clone()
     return versions, parameters(model)
 

@@ -48,7 +48,7 @@ def test_two_islands_have_the_versions_of_one_job(processes: ProcessPool, tmp_pa
         def look(_: int, one: Trainee = one, versions: Versions = versions) -> None:
             for number, fragment in enumerate(one.peers.machine.fragments):
                 key = number, fragment.applied
-                versions.setdefault(key, one.peers.states[number].outer.clone())
+                versions.setdefault(key, one.outer.loop.states[number].outer.clone())
 
         one.on_step = look
     with syncer(store, tmp_path / "scratch"), trained(*pair):
@@ -245,7 +245,7 @@ def test_a_checkpoint_of_any_step_has_the_bits_of_a_version(tmp_path: Path) -> N
         peers = pair[0].peers
         state = SavedState.from_dict(pair[0].outer.state_dict())
         for number, (one, facts) in enumerate(
-            zip(peers.states, state.facts.fragments, strict=True)
+            zip(pair[0].outer.loop.states, state.facts.fragments, strict=True)
         ):
             named = state.kind(SHARED)
             values = torch.cat([named[part.name].flatten() for part in one.fragment.parts])
@@ -275,7 +275,7 @@ def test_wrong_bits_of_a_copy_are_found_when_the_next_one_is_applied(tmp_path: P
 
     def damage(step: int) -> None:
         if step == 30:
-            pair[0].peers.states[0].outer[3] += 1.0
+            pair[0].outer.loop.states[0].outer[3] += 1.0
         news.extend(pair[0].peers.machine.news)
 
     pair[0].on_step = damage

@@ -22,6 +22,7 @@ from torchtitan_diloco.base.background import BackgroundThread
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization
 from torchtitan_diloco.diloco.codecs import Codec
 from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.transport import WorkerLostError
@@ -158,7 +159,7 @@ def two_downloads(chosen: DiLoCoConfig) -> tuple[list[str], list[str]]:
             prepared = state.delta.clone()
             time.sleep(1.0)  # the first rank has the next one meanwhile
             assert torch.equal(state.delta, prepared)
-        state.apply(state.delta, 0.0)
+        state.apply(state.delta, Mode.TAKE)
         copies.on_taken(0)
     found = copies.checksums()
     if world.rank == 0:
@@ -224,12 +225,12 @@ def poisoned(store: Path, chosen: DiLoCoConfig, heals: bool) -> tuple[Shared, bo
             return
         if island.rank == 1:
             with torch.no_grad():
-                island.peers.states[0].fragment.parts[0].local()[0] = torch.nan
+                island.outer.loop.states[0].fragment.parts[0].local()[0] = torch.nan
         if heals:
             healed.extend(island.outer.heal(island.world.shards))
 
     island.train(on_step=poison)
-    locals_ = [part.local() for state in island.peers.states for part in state.fragment.parts]
+    locals_ = [part.local() for state in island.outer.loop.states for part in state.fragment.parts]
     is_finite = all(bool(value.isfinite().all()) for value in locals_)
     return finish(island), is_finite, healed
 

@@ -14,6 +14,7 @@ from tests.islands.trainees import TOKENS, Trainee, trained
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config.schema import Config, flat_settings
 from torchtitan_diloco.diloco.config import Overlap
+from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.founding import settings_of
 from torchtitan_diloco.islands.rules.changes import encode_change
@@ -55,7 +56,7 @@ def test_islands_follow_changes_of_all_kinds_with_equal_bits(tmp_path: Path) -> 
             assert decision is not None
             for number, shared in enumerate(decision.fragments):
                 own = one.peers.machine.fragments[number]
-                checksum = one.peers._layouts[number].checksum(one.peers.states[number].outer)
+                checksum = one.peers._layouts[number].checksum(one.outer.loop.states[number].outer)
                 if not own.is_wrong and shared.checksum(own.applied) is not None:
                     found[number, own.applied] = f"{checksum:x}"
                     known = shared.checksum(own.applied)
@@ -93,7 +94,7 @@ def test_islands_follow_changes_of_all_kinds_with_equal_bits(tmp_path: Path) -> 
     assert len(both) > 20
     assert all(checksums[0][key] == checksums[1][key] for key in both)
     for one in pair:
-        used = one.peers.config
+        used = one.outer.config
         assert (used.sync_every, used.overlap.delay, used.overlap.mixing) == (6, 3, 0.25)
         assert used.quantization.codec == codecs[-1]
         assert one.peers.total_tokens == 250 * 2 * TOKENS
@@ -107,9 +108,11 @@ def test_alpha_follows_the_tokens_of_the_run(
     shares = list[float]()
     apply = OuterState.apply
 
-    def recorded(state: OuterState, copy: Tensor, share: float, **more: bool) -> Tensor:
+    def recorded(
+        state: OuterState, copy: Tensor, mode: Mode, share: float = 0.0, **more: bool
+    ) -> Tensor:
         shares.append(share)
-        return apply(state, copy, share, **more)
+        return apply(state, copy, mode, share, **more)
 
     monkeypatch.setattr(OuterState, "apply", recorded)
     chosen = replace(config(0), overlap=Overlap(mixing=0.5, mixing_end=0.1))

@@ -31,7 +31,7 @@ SHOWN = {
         "islands/rules/test_island.py::test_a_joiner_takes_a_copy_and_the_versions_after_it",
     ],
     "its uplink or downlink is too slow": [
-        "islands/test_witness.py::test_a_slow_link_is_found",
+        "islands/test_island_reports.py::test_a_slow_link_is_found",
         "islands/rules/test_island.py::test_it_waits_for_its_grace_at_most_and_not_in_vain",
     ],
     "an island is slower than the others": [
@@ -46,7 +46,7 @@ SHOWN = {
         "test_a_spare_takes_the_slot_of_one_that_is_silent_or_never_delivers",
     ],
     "its link is cut, or it is paused": [
-        "islands/test_witness.py::test_islands_know_of_each_other",
+        "islands/test_island_reports.py::test_islands_know_of_each_other",
         "islands/test_peers.py::test_a_lost_slot_is_an_error_for_people_and_no_end",
         "islands/rules/test_simulation.py::test_any_faults",
     ],

@@ -50,8 +50,8 @@ from torchtitan_diloco.components.checkpoint_folder import (
 from torchtitan_diloco.components.optimizer import initial_state
 from torchtitan_diloco.components.run_plan import AfterStep
 from torchtitan_diloco.config.schema import Checkpoint
+from torchtitan_diloco.diloco.data_parallel import OuterLoop
 from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.distributed.collectives import naming_lost_ranks, on_all_ranks
 from torchtitan_diloco.distributed.world import FSDP, World
 

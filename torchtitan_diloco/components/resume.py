@@ -36,13 +36,13 @@ from torchtitan_diloco.components.checkpoint_folder import (
     read_manifest,
 )
 from torchtitan_diloco.config.schema import flatten
+from torchtitan_diloco.diloco.data_parallel import OuterLoop
 from torchtitan_diloco.diloco.state_dict import (
     SENT,
     SavedState,
     differences,
     write_shared,
 )
-from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import WORKER, World
 

@@ -50,8 +50,8 @@ from torchtitan_diloco.components.records import (
 from torchtitan_diloco.components.run_plan import AfterStep, RunPlan
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.data.batch import Batch
+from torchtitan_diloco.diloco.data_parallel import OuterLoop
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.diloco.vitals import Vitals
 from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.distributed.world import World

@@ -21,7 +21,7 @@ from torchtitan_diloco.data.corpus import open_split, own_name
 from torchtitan_diloco.data.loader import ValidationBatches
 from torchtitan_diloco.data.shards import TooLittleText
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.diloco.streaming import OuterLoop
+from torchtitan_diloco.diloco.data_parallel import OuterLoop
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
 

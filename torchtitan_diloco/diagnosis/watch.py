@@ -19,11 +19,11 @@ from torchtitan_diloco.config.schema import format_value
 from torchtitan_diloco.diagnosis.kinds import Kind, Verdict
 from torchtitan_diloco.diagnosis.verdicts import Judge, Observation, without_short_of_cores
 from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.diloco.data_parallel import OuterLoop
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
-from torchtitan_diloco.diloco.peers import Peers
-from torchtitan_diloco.diloco.streaming import OuterLoop, StreamingDiLoCo
+from torchtitan_diloco.diloco.reports import Reports
+from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.vitals import Report
-from torchtitan_diloco.diloco.witness import Witness
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.planner.ladder import settings_that_fit
 
@@ -51,27 +51,27 @@ class Diagnosis:
 
     def __init__(self, outer: OuterLoop, world: World, telemetry: Telemetry, folder: Path) -> None:
         """`folder`: the folder of the run."""
-        self._peers = outer.peers if isinstance(outer, StreamingDiLoCo) else None
+        self._outer = outer if isinstance(outer, StreamingDiLoCo) else None
         self._telemetry = telemetry
         self._world = world
         self._folder = folder
-        self._has_links = not _is_on_loopback(self._peers)
+        self._has_links = not _is_on_loopback(self._outer)
         self._judge = Judge(has_links=self._has_links)
         self._said = 0.0
         self._judged = time.monotonic()
         self._config: DiLoCoConfig | None = None
         self._rounds = 0
         self._fits = True
-        if self._peers is not None:
-            self._peers.witness.watcher = self
+        if self._outer is not None:
+            self._outer.peers.reports.watcher = self.missing
 
     def after_step(self, step: int) -> None:
         rank = self._world.rank_in_worker
-        peers = self._peers
-        if peers is None:
+        outer = self._outer
+        if outer is None:
             return
-        witness = peers.witness
-        witness.vitals = self._telemetry.vitals()
+        reports = outer.peers.reports
+        reports.vitals = self._telemetry.vitals()
         if rank and self._world.worker:
             return
         now = time.monotonic()
@@ -79,19 +79,19 @@ class Diagnosis:
         if not has_round and now < self._judged + QUIET_SECONDS:
             return
         suffix = f", rank {rank}" if rank else ""
-        reports = {name + suffix: report for name, report in witness.reports().items()}
+        latest = {name + suffix: report for name, report in reports.latest().items()}
         if has_round:
             self._judged = now
             if self._world.is_first and self._has_links:
-                self._check_that_it_fits(reports, peers)
-            cycle = peers.schedule.sync_every * witness.vitals.step
-            observed = Observation(reports, step=step, now=now, cycle=cycle)
+                self._check_that_it_fits(latest, outer)
+            cycle = outer.config.sync_every * reports.vitals.step
+            observed = Observation(latest, step=step, now=now, cycle=cycle)
         else:  # of islands, some may be the reason
-            observed = Observation(reports, step=step, now=now)
+            observed = Observation(latest, step=step, now=now)
         for verdict in self._judge.hear(observed):
             if not rank or verdict.cause.kind in OF_RANKS:
                 self._say(verdict, step)
-        for action in witness.take_actions():
+        for action in reports.take_actions():
             self._record(
                 step,
                 since=step,
@@ -100,23 +100,23 @@ class Diagnosis:
                 evidence=action.evidence,
                 over=action.over,
             )
-        standing = [] if rank else self._tell_others(witness)
+        standing = [] if rank else self._tell_others(reports)
         if standing and time.monotonic() > self._said + REPEAT_SECONDS:
             for verdict in standing:
                 if verdict.cause.kind is not Kind.LOAD:  # once is enough
                     self._say(verdict)
 
     def missing(self, reports: Mapping[str, Report]) -> None:
-        """Say for whom training waits long (`Watcher`)."""
-        assert self._peers is not None
-        observed = Observation(reports, step=self._peers.step, now=time.monotonic())
+        """Say for whom training waits long (`Reports.watcher`)."""
+        assert self._outer is not None
+        observed = Observation(reports, step=self._outer.step_count, now=time.monotonic())
         for verdict in self._judge.hear(observed):
             self._say(verdict, observed.step)
-        self._tell_others(self._peers.witness)
+        self._tell_others(self._outer.peers.reports)
 
-    def _tell_others(self, witness: Witness) -> list[Verdict]:
+    def _tell_others(self, reports: Reports) -> list[Verdict]:
         standing = list(self._judge.verdicts.values())
-        witness.say([f"{verdict.cause.culprit}: {verdict.cause.kind}" for verdict in standing])
+        reports.say([f"{verdict.cause.culprit}: {verdict.cause.kind}" for verdict in standing])
         return standing
 
     def __enter__(self) -> Self:
@@ -133,12 +133,12 @@ class Diagnosis:
             if verdict.cause.kind is not Kind.LOAD or not isinstance(error, UserError):
                 error.add_note(str(verdict))
 
-    def _check_that_it_fits(self, reports: Mapping[str, Report], peers: Peers) -> None:
+    def _check_that_it_fits(self, reports: Mapping[str, Report], outer: StreamingDiLoCo) -> None:
         """Warn if the transfers of a cycle take longer than its steps: at once at the start, and
         again after a change of the settings. What workers that are short of cores have measured
         says nothing about the links."""
-        config = peers.config
-        fragments = len(peers.fragments)
+        config = outer.config
+        fragments = len(outer.fragments)
         if config != self._config:  # what was measured is of the settings before, for two cycles
             self._rounds = 0 if self._config else 2 * fragments
             self._fits = True
@@ -160,9 +160,9 @@ class Diagnosis:
         logger.warning(
             f"{name} needs {seconds[name]:.3g} s to exchange all fragments once, but has only "
             f"{config.sync_every * step:.3g} s of training to hide this behind, so training has "
-            f"to wait. These settings fit: {peers.advise(fitting)}"
+            f"to wait. These settings fit: {outer.peers.reports.advise(fitting)}"
         )
-        if isinstance(peers, GlooPeers):  # islands change their settings while they run
+        if isinstance(outer.peers, GlooPeers):  # islands change their settings while they run
             self._write_settings(fitting)
 
     def _write_settings(self, settings: Mapping[str, object]) -> None:
@@ -209,12 +209,12 @@ class Diagnosis:
         self._telemetry.files.write(record)
 
 
-def _is_on_loopback(peers: Peers | None) -> bool:
+def _is_on_loopback(outer: StreamingDiLoCo | None) -> bool:
     """Return whether the workers of a job exchange inside one machine, where only the cores and the
     memory make a transfer slow."""
-    if not isinstance(peers, GlooPeers):
+    if outer is None or not isinstance(outer.peers, GlooPeers):
         return False
-    interface = peers.config.link.interface or os.environ.get(GLOO_INTERFACE, "")
+    interface = outer.config.link.interface or os.environ.get(GLOO_INTERFACE, "")
     return interface in LOOPBACKS
 
 

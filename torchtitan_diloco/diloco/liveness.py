@@ -8,12 +8,12 @@ messages without payloads. A daemon thread answers there even if training hangs.
 import atexit
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,16 +53,6 @@ class Answer(NamedTuple):
     """Seconds since the last step."""
     waits: bool
     """Whether the rank is itself waiting for others."""
-
-
-class Onlooker(Protocol):
-    """Observes while this rank waits for others."""
-
-    def waiting(self, seconds: float) -> None:
-        """Process a wait that has taken this long.
-
-        The waiting thread calls this without a lock: peers are answered even if it hangs.
-        """
 
 
 class Liveness:
@@ -167,11 +157,12 @@ class Liveness:
         result: "Future[Result]",
         step: int = 0,
         where: str = "",
-        onlooker: Onlooker | None = None,
+        onlooker: Callable[[float], None] | None = None,
     ) -> Result:
         """Return the result of a task of all workers, or raise WorkerLostError.
 
-        `step`: the step that the task follows. `where` is appended to the reason.
+        `step`: the step that the task follows. `where` is appended to the reason. `onlooker` is
+        called with the seconds of a long wait, without a lock: peers are answered even if it hangs.
         """
         try:
             self.wait_for(result, step, onlooker=onlooker)
@@ -185,7 +176,7 @@ class Liveness:
         self,
         result: "Future[Any] | torch.futures.Future[Any]",
         step: int = 0,
-        onlooker: Onlooker | None = None,
+        onlooker: Callable[[float], None] | None = None,
     ) -> None:
         """Wait for a future. Raise WorkerLostError if a worker is lost, or has left too early."""
 
@@ -200,7 +191,7 @@ class Liveness:
         try:
             while not self._is_over(result, step, started + seconds):
                 if onlooker is not None:
-                    onlooker.waiting(seconds)
+                    onlooker(seconds)
                 seconds *= 2
         finally:
             self._awaited = None

@@ -12,7 +12,9 @@ from torchtitan_diloco.diloco.arithmetic import AVERAGE, BLOCK, outer_step, slot
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 from torchtitan_diloco.diloco.delta_norms import DeltaNorms
+from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
 from torchtitan_diloco.diloco.fragments import Fragment
+from torchtitan_diloco.diloco.modes import Mode
 
 GPU_SHARE = 0.2
 """Share of a GPU's memory up to which `outer_state = "auto"` means "device"."""
@@ -25,6 +27,22 @@ def state_bytes(config: DiLoCoConfig, *, has_optimizer: bool = True) -> int:
     """
     is_sparse = build_codec(config.quantization).is_sparse
     return 4 * (2 + slot_count(config.outer_optimizer) * has_optimizer + is_sparse)
+
+
+def build_states(
+    fragments: Sequence[Fragment], config: DiLoCoConfig, *, has_optimizer: bool = True
+) -> list["OuterState"]:
+    """Return the buffers of each fragment, which start from the parameters.
+
+    `has_optimizer`: whether outer steps are made there.
+    """
+    device = pick_state_device(fragments, config, has_optimizer=has_optimizer)
+    is_sparse = build_codec(config.quantization).is_sparse
+    optimizer = config.outer_optimizer
+    return [
+        OuterState(fragment, optimizer, device, is_sparse=is_sparse, has_optimizer=has_optimizer)
+        for fragment in fragments
+    ]
 
 
 def pick_state_device(
@@ -127,15 +145,6 @@ class OuterState:
         for local, outer in zip(self._locals(), self.views(self.outer), strict=True):
             local.copy_(outer)
 
-    def restart(self) -> None:
-        """Start over from the model, with zero optimizer state."""
-        for buffer in self._buffers:
-            buffer.zero_()
-        self.norms = DeltaNorms()
-        self._staging = None
-        self.outer_steps = 0
-        self.read_model()
-
     def resume(self, delta_norms: list[float], outer_steps: int, *, in_flight: bool) -> None:
         """Continue from loaded buffers, whose optimizer state results from this number of outer
         steps.
@@ -177,10 +186,7 @@ class OuterState:
 
     def _take_copy(self, copy: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take the next shared copy. Return the previous one, and the next one on the model's
-        device if it is not there.
-
-        `copy`: `delta`, where it was prepared, or `outer`, to apply the same copy again.
-        """
+        device if it is not there."""
         before = self.outer
         self.outer = copy
         staged = None
@@ -195,11 +201,28 @@ class OuterState:
         return before, staged
 
     @torch.no_grad()
-    def apply(self, copy: Tensor, share: float, *, measured: bool = False) -> Tensor:
-        """Take the next shared copy; local = share * local + (1 - share) * copy.
+    def apply(
+        self, copy: Tensor, mode: Mode, share: float = 0.0, *, measured: bool = False
+    ) -> Tensor:
+        """Take the next shared copy, and change the local parameters with it.
 
-        If measured, return the distance between the two before mixing, else NaN, as a tensor.
+        `copy`: `delta`, where it was prepared, or `outer`, to apply the same copy again. `share`:
+        weight of the local parameters for `MIX`. If measured, return the distance between the two
+        before, for the modes that do not add a change, else NaN, as a tensor.
         """
+        match mode:
+            case Mode.ADD:
+                self._add_change(copy, takes_back=False)
+            case Mode.TAKE_BACK:
+                self._add_change(copy, takes_back=True)
+            case Mode.MIX:
+                return self._mix(copy, share, measured=measured)
+            case Mode.TAKE | Mode.RESET:
+                return self._mix(copy, 0.0, measured=measured)
+        return torch.tensor(math.nan)
+
+    def _mix(self, copy: Tensor, share: float, *, measured: bool) -> Tensor:
+        """Set local = share * local + (1 - share) * copy. Return their distance before."""
         before, staged = self._take_copy(copy)
         # Where the copy is on the model's device, and memory there that may be overwritten: the
         # previous copy, or the staged values themselves once they are read.
@@ -225,19 +248,17 @@ class OuterState:
                 local.copy_(room.add_(local, alpha=share))
         return torch.linalg.vector_norm(torch.stack(apart)) if apart else torch.tensor(math.nan)
 
-    @torch.no_grad()
-    def add_change(self, copy: Tensor, *, takes_back: bool = False) -> None:
-        """Take the next shared copy, and add its change to the local parameters.
+    def _add_change(self, copy: Tensor, *, takes_back: bool) -> None:
+        """Add the change of the shared copy to the local parameters.
 
         `takes_back`: where it changed, the copy replaces this worker's delta. Work since the send
         is kept.
         """
         before, staged = self._take_copy(copy)
         change = torch.sub(copy, before)
-        if takes_back and self.sent is not None:
-            # sent = outer - local, as of the send. So local + change + sent, below, is the next
-            # copy plus what this worker has learned since the send.
-            change = torch.where(change == 0, 0.0, change.add_(self.sent))
+        if takes_back:
+            assert self.sent is not None, "only what was sent in part is taken back"
+            take_back(change, self.sent)
         if staged is not None:
             change = staged.copy_(change)
         for local, added in zip(self._locals(), self.views(change), strict=True):
@@ -341,6 +362,34 @@ class OuterState:
         """Start to copy the next shared copy to the model's device."""
         if self._staging is not None:
             self._staging.copy_(self.delta, non_blocking=True)
+
+
+def mode_after(
+    flags: int, *, participants: int, mixing: float, is_sparse: bool
+) -> tuple[Mode, float]:
+    """Return how a worker applies the copy after an exchange, and its share for `MIX`.
+
+    Args:
+        flags: of its delta.
+        participants: number of workers whose deltas are in the mean.
+        mixing: usual share.
+        is_sparse: whether the worker has sent only a part of its delta.
+    """
+    if flags & WENT_WRONG:
+        return Mode.RESET, 0.0
+    # The copy contains nothing of a worker that was dropped, and nothing new without participants.
+    share = 1.0 if flags & DROPPED or not participants else mixing
+    return Mode.TAKE_BACK if is_sparse and share < 1 else Mode.MIX, share
+
+
+def take_back(change: Tensor, sent: Tensor | float) -> None:
+    """Add what a worker has sent to the change of the shared copy, where the copy has changed.
+
+    As `sent` = copy before - local parameters at the send, adding the result to the parameters
+    gives the next copy plus what the worker has learned since the send.
+    """
+    is_same = change == 0
+    change.add_(sent).masked_fill_(is_same, 0.0)
 
 
 ROW = 1024

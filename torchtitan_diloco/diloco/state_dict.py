@@ -5,7 +5,7 @@ nothing: a fragment in flight is saved with the shared copy that results from it
 applied when it is due.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -20,9 +20,9 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.arithmetic import slot_count
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.flags import WENT_WRONG
 from torchtitan_diloco.diloco.fragments import local_rows
-from torchtitan_diloco.diloco.outer_state import OuterState, state_bytes
+from torchtitan_diloco.diloco.modes import Mode
+from torchtitan_diloco.diloco.outer_state import OuterState, mode_after, state_bytes, take_back
 from torchtitan_diloco.diloco.round import Round
 
 Named = dict[str, Tensor]
@@ -114,6 +114,21 @@ class SavedState:
     def to_dict(self) -> dict[str, Any]:
         """Return a dictionary of tensors and JSON values, which any checkpoint can contain."""
         return {"facts": asdict(self.facts), "tensors": self.tensors}
+
+    @staticmethod
+    def of_model(states: Sequence[OuterState], config: DiLoCoConfig, step: int) -> "SavedState":
+        """Return the state of a run that begins at a step with the parameters of the model, and has
+        sent nothing yet. It has the memory of the model."""
+        facts = OuterFacts(
+            step=step,
+            progress=0.0,
+            settings=resume_settings(config),
+            layout=layout_of(states),
+            fragments=[FragmentFacts(outer_steps=0) for _ in states],
+        )
+        parts = [part for state in states for part in state.fragment.parts]
+        shared = {shared_parameter_name(part.name): part.parameter.detach() for part in parts}
+        return SavedState(facts, shared)
 
     @staticmethod
     def template(
@@ -228,11 +243,11 @@ def load(
     states: Sequence[OuterState],
     saved: SavedState,
     config: DiLoCoConfig,
-    mixing: Callable[[int, int], float],
+    mixing: float,
 ) -> tuple[list[FragmentFacts], list[int], list[str]]:
     """Fill the buffers. Return the facts of each fragment, the fragments in flight, and notes.
 
-    `mixing` returns the local share for flags and participants.
+    `mixing`: usual share of the local parameters, for fragments in flight that are applied now.
     """
     facts = saved.facts
     notes = list[str]()
@@ -310,10 +325,11 @@ def write_shared(model: nn.Module, saved: SavedState) -> None:
 
 
 @torch.no_grad()
-def apply_early(
-    states: Sequence[OuterState], saved: SavedState, mixing: Callable[[int, int], float]
-) -> None:
-    """Apply saved fragments in flight to the model and to the tensors of the saved state."""
+def apply_early(states: Sequence[OuterState], saved: SavedState, mixing: float) -> None:
+    """Apply saved fragments in flight to the model and to the tensors of the saved state.
+
+    `mixing`: usual share of the local parameters.
+    """
     facts = saved.facts
     shared = saved.kind(SHARED)
     arrived = saved.kind(NEXT)
@@ -322,17 +338,23 @@ def apply_early(
     locals_ = {part.name: part.local() for part in parts}
     for index in facts.in_flight:
         fragment = facts.fragments[index]
-        alpha = mixing(fragment.flags, fragment.participants)
-        went_wrong = bool(fragment.flags & WENT_WRONG)
-        takes_back = facts.settings.get(SPARSE) and alpha < 1 and not went_wrong
+        mode, share = mode_after(
+            fragment.flags,
+            participants=fragment.participants,
+            mixing=mixing,
+            is_sparse=bool(facts.settings.get(SPARSE)),
+        )
         for name in facts.layout[index]:
             local = locals_[name]
             following = local_rows(name, arrived[name])
             before = local_rows(name, shared[name])
-            mixed = alpha * local.float() + (1 - alpha) * following.to(local.device)
-            if takes_back:  # as in `OuterState.add_change`; a new worker has sent nothing
-                delta = local_rows(name, sent[name]) if name in sent else 0.0
-                change = torch.where(following == before, 0.0, following - before + delta)
+            if mode is Mode.TAKE_BACK:
+                change = following - before
+                # A new worker has sent nothing.
+                take_back(change, local_rows(name, sent[name]) if name in sent else 0.0)
                 mixed = local.float() + change.to(local.device)
+            else:
+                mixed = share * local.float() + (1 - share) * following.to(local.device)
             local.copy_(mixed)
             before.copy_(following)
+    facts.in_flight = []

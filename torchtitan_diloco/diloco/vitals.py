@@ -43,28 +43,28 @@ STUCK = "hung in communication"
 """Only its payload does not arrive."""
 
 
-class Signs(NamedTuple):
-    """Signs of life of a worker for which others wait, on the clock of the observer."""
+def absence(
+    *,
+    answers: bool,
+    still: float = 0.0,
+    longest: float = math.inf,
+    may_wait: bool = False,
+    is_stuck: bool = False,
+) -> str:
+    """Return why a worker for which others wait is absent, or an empty string if it is not.
 
-    answers: bool
-    """Whether it answers, or sends heartbeats."""
-    still: float = 0.0
-    """Seconds since its last step."""
-    longest: float = math.inf
-    """Seconds after which a step hangs."""
-    may_wait: bool = False
-    """Whether it may have a reason to complete no step, such as waiting for others."""
-    is_stuck: bool = False
-    """Whether only its payload does not arrive."""
-
-    @property
-    def absent(self) -> str:
-        """Why the worker does not take part in rounds, or empty if it does."""
-        if not self.answers:
-            return STOPPED
-        if self.still >= self.longest and not self.may_wait:
-            return HUNG
-        return STUCK if self.is_stuck else ""
+    Args:
+        answers: whether it answers, or sends heartbeats.
+        still: seconds since its last step.
+        longest: seconds after which a step hangs.
+        may_wait: whether it may have a reason to complete no step, such as waiting for others.
+        is_stuck: whether only its payload does not arrive.
+    """
+    if not answers:
+        return STOPPED
+    if still >= longest and not may_wait:
+        return HUNG
+    return STUCK if is_stuck else ""
 
 
 class Report(NamedTuple):

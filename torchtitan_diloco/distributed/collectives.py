@@ -75,7 +75,9 @@ class PendingSum:
         """Wait for the reduced values and return them."""
         if self._work is not None:
             with naming_lost_ranks(self._world, self._where):
-                self._world.liveness.wait_for(self._work.get_future(), onlooker=self._world.witness)
+                self._world.liveness.wait_for(
+                    self._work.get_future(), onlooker=self._world.reports.waiting
+                )
                 with transfers():
                     self._work.wait()  # raises its error
         values: list[float] = self._values.tolist()

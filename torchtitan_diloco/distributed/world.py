@@ -19,7 +19,7 @@ from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.rendezvous import store_of_attempt, store_of_job
-from torchtitan_diloco.diloco.witness import GlooWitness
+from torchtitan_diloco.diloco.reports import GlooReports
 
 WORKER = "worker"
 """Dimension of the grid: this rank and its counterparts in the other workers."""
@@ -47,8 +47,8 @@ class World:
     """2-d (worker, fsdp): row m is worker m, whose ranks shard one copy of the model."""
     control: dist.ProcessGroup | None = None
     """All ranks, on the CPU: bookkeeping must not queue behind the collectives of training."""
-    witness: GlooWitness = field(default_factory=lambda: GlooWitness(Liveness(None)))
-    """Says for whom this rank waits."""
+    reports: GlooReports = field(default_factory=lambda: GlooReports(Liveness(None)))
+    """Say for whom this rank waits."""
     shards: dist.ProcessGroup | None = None
     """The ranks of this worker, on the CPU, only for the outer loop's background thread."""
     saving: dist.ProcessGroup | None = None
@@ -63,7 +63,7 @@ class World:
     @property
     def liveness(self) -> Liveness:
         """Watches the ranks of this worker, and this rank's counterparts in the other workers."""
-        return self.witness.liveness
+        return self.reports.liveness
 
     @property
     def ranks_per_worker(self) -> int:
@@ -189,7 +189,7 @@ def join_world(
             [across, inside], chosen.type, mesh=grid, mesh_dim_names=(WORKER, FSDP)
         ),
         control=control,
-        witness=GlooWitness(liveness),
+        reports=GlooReports(liveness),
         shards=shards if ranks_per_worker > 1 else None,
         saving=saving,
         host_mesh=DeviceMesh.from_group(shards, "cpu", mesh=row, mesh_dim_names=(FSDP,)),

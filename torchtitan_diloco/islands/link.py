@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.diloco.witness import STILL_SECONDS
+from torchtitan_diloco.diloco.reports import STILL_SECONDS
 from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.founding import store_copies
 from torchtitan_diloco.islands.instructions import Instructions

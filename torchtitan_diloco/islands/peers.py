@@ -10,8 +10,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.base.background import BackgroundThread
@@ -23,16 +24,18 @@ from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.delta_norms import sum_over_ranks
 from torchtitan_diloco.diloco.flags import NOT_FINITE
+from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
+from torchtitan_diloco.diloco.loop import Loop
+from torchtitan_diloco.diloco.modes import Mode
+from torchtitan_diloco.diloco.outer_state import build_states
+from torchtitan_diloco.diloco.peers import Peers, end_thread
+from torchtitan_diloco.diloco.reports import STILL_SECONDS
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.state_dict import SHARED, FragmentFacts, OuterFacts, SavedState
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.diloco.witness import STILL_SECONDS, Witness
 from torchtitan_diloco.islands.config import (
     Islands,
-    change_commands,
     checked_count,
     login_in,
     own_loop_settings,
@@ -46,6 +49,7 @@ from torchtitan_diloco.islands.founding import (
 )
 from torchtitan_diloco.islands.gauges import STEP_TIMES, Gauges
 from torchtitan_diloco.islands.instructions import Instructions, share
+from torchtitan_diloco.islands.island_reports import IslandReports
 from torchtitan_diloco.islands.layout import Layout, Ranks, shapes_of
 from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.own_rounds import OwnRounds
@@ -65,7 +69,6 @@ from torchtitan_diloco.islands.waiting import (
     obstacle,
     raise_if_ended,
 )
-from torchtitan_diloco.islands.witness import IslandWitness
 
 CLOSE_SECONDS = 5.0
 """Seconds for which a rank waits at its end for the first one."""
@@ -77,9 +80,10 @@ Another syncer takes over after ten seconds."""
 class IslandPeers(Peers):
     """The other islands of a run."""
 
-    makes_outer_steps = False
+    reports: IslandReports
     seat: Seat
     """Slot of this island and its first sample, after `join`."""
+    _loop: Loop
 
     def __init__(
         self,
@@ -139,24 +143,30 @@ class IslandPeers(Peers):
         self._durations = deque[float](maxlen=STEP_TIMES)
         self._boundary_at = math.nan
         self._used: Settings | None = None
-        self._witness = IslandWitness(islands.name, self.gauges)
+        self.reports = IslandReports(islands, self.gauges)
         self._waiting = Waiting(f"island {islands.name}")
 
     # --- start and end ----------------------------------------------------------------------------
 
-    def check_settings(self, config: DiLoCoConfig) -> DiLoCoConfig:
+    def start(
+        self, model: nn.Module, config: DiLoCoConfig, optimizer: torch.optim.Optimizer | None = None
+    ) -> Loop:
+        """Islands compare their settings when they join."""
+        if hasattr(self, "_loop"):
+            raise RuntimeError("these peers already belong to an outer loop: create new ones")
         self.islands, config = own_loop_settings(self.islands, config)
-        return config
-
-    def prepare_to_send(self) -> None:
+        self.reports.islands = self.islands
+        drop_gathered(model)
+        fragments = build_fragments(model, config.fragments)
+        states = build_states(fragments, config, has_optimizer=False)
+        self._loop = Loop(model, config, fragments, states, optimizer)
         self._ranks = Ranks(self._given)
         size, rank = self._ranks.size, self._ranks.rank
-        self._layouts = [Layout(shapes_of(one), size, rank) for one in self.fragments]
-        self._copies = SharedCopies(self.states, self._layouts, self._ranks)
-        self._versions = [0] * len(self.states)
-        self._finalizer = weakref.finalize(
-            self, close, self.background, None, self._liveness, False
-        )
+        self._layouts = [Layout(shapes_of(one), size, rank) for one in fragments]
+        self._copies = SharedCopies(states, self._layouts, self._ranks)
+        self._versions = [0] * len(states)
+        self._finalizer = weakref.finalize(self, end_thread, self._loop.background, self._liveness)
+        return self._loop
 
     def join(self) -> Seat:
         """Take a slot, wait for the run to start, and load the shared parameters."""
@@ -169,23 +179,21 @@ class IslandPeers(Peers):
         else:
             self._following = BackgroundThread("island-follow")
             self._followed = self._following.submit(self._copies.follow)
-        drop_gathered(self.model)
+        drop_gathered(self._loop.model)
         began = time.monotonic()
 
-        def take(apply: rules.Apply) -> None:
-            self._take(apply)
+        def take(apply: rules.Apply, waited: float) -> None:
+            self._take(apply, waited)
             self._say_wait(began, before_start)  # others may train all the time
 
         while not self._last.has_begun:
-            for _ in self._boundary(applies=take):
-                raise AssertionError("nothing is sent before the run has begun")
+            self._boundary(take)
             self._last.raise_if_over(self.islands.name)
             if self._link is not None:
                 raise_if_ended(self.machine, self.islands.join)
             self._say_wait(began, before_start)
-        for _ in self._boundary(applies=self._take):
-            raise AssertionError("nothing is sent before the first step")
-        for state in self.states:
+        self._boundary(self._take)
+        for state in self._loop.states:
             state.write_model()
         name = self.islands.name
         seat = None if self._link is None else take_seat(name, self._link.machine, self.clock)
@@ -197,12 +205,12 @@ class IslandPeers(Peers):
         store = self._waiting.open(self.islands.join, writes=f"part/{self.islands.name}/")
         self._brings.islands = self.islands
         machine = self._brings.machine(
-            self.config, store.kind, self.fragments, self._layouts, checksums
+            self._loop.config, store.kind, self._loop.fragments, self._layouts, checksums
         )
-        link = Link(Run(store, self.config.link.streams), machine, self._copies, checksums)
+        link = Link(Run(store, self._loop.config.link.streams), machine, self._copies, checksums)
         self.gauges.site = login_in(self.islands.join)[: notes.MOST_OF_SITE]
-        link.gauges = self._witness.own_gauges
-        self._witness.link = link
+        link.gauges = self.reports.own_gauges
+        self.reports.link = link
         return link
 
     def close(self) -> None:
@@ -252,25 +260,9 @@ class IslandPeers(Peers):
         the next sample to read."""
         return list(self._last.entered)
 
-    @property
-    def progress(self) -> float:
-        return min(1.0, self.clock / self.total_tokens)
-
-    @property
-    def witness(self) -> Witness:
-        return self._witness
-
-    def advise(self, settings: Mapping[str, object]) -> str:
-        return change_commands(self.islands, settings)
-
-    def describe(self) -> list[str]:
-        chosen = self.islands
-        line = f"{chosen.begin} start together; a round waits at least {chosen.grace_seconds:g} s"
-        return [f"{'island':<10} {chosen.name}; {line}", *super().describe()]
-
     # --- training thread --------------------------------------------------------------------------
 
-    def due_tasks(self, weight: float, reset: Collection[int]) -> Iterator[Send | Apply]:
+    def due(self, weight: float, reset: Collection[int]) -> None:
         """When the run should have all its tokens, wait until they are merged, or continue to train
         if some are missing."""
         if not self._is_open:
@@ -283,13 +275,12 @@ class IslandPeers(Peers):
                 f"the weight of a step is {weight}: give the number of its tokens, at most "
                 f"tokens_per_step = {most} of this island"
             )
-        self.step += 1
-        self._liveness.finish_step(self.step)
+        self._liveness.finish_step(self._loop.step)
         if not math.isnan(self._boundary_at):
             self._durations.append(time.perf_counter() - self._boundary_at)
         self.check()
         if reset:
-            self._witness.flags = NOT_FINITE
+            self.reports.flags = NOT_FINITE
         if self._link is not None:
             usual = statistics.median(self._durations or [0.0])
             self._link.finish_step(self._brings.samples_per_step, int(weight), usual, reset)
@@ -297,14 +288,14 @@ class IslandPeers(Peers):
         began = time.monotonic()
         is_over = False
         while not is_over:
-            yield from self._boundary()
+            self._boundary(self._apply)
             self._last.raise_if_over(self.islands.name)
             is_over = self.finished or self._last.may_train
             if not is_over:
                 self._say_wait(began, at_boundary)
         self._boundary_at = time.perf_counter()
 
-    def remaining_tasks(self) -> Iterator[Send | Apply]:
+    def rest(self) -> None:
         if not self._is_open:
             return
         self._last.raise_if_over(self.islands.name)
@@ -314,7 +305,7 @@ class IslandPeers(Peers):
             self._link.leave()
         began = time.monotonic()
         while not self._last.ending:
-            yield from self._boundary()
+            self._boundary(self._apply)
             self._last.raise_if_over(self.islands.name)
             self._say_wait(began, at_boundary)
             reason = ""
@@ -329,7 +320,7 @@ class IslandPeers(Peers):
                 return
 
     def check(self) -> None:
-        self._liveness.check(f"seen after step {self.step}")
+        self._liveness.check(f"seen after step {self._loop.step}")
         with self._naming_lost_ranks():
             if self._link is not None:
                 self._link.check()
@@ -347,34 +338,29 @@ class IslandPeers(Peers):
             yield
         except WorkerLostError:
             self._liveness.lost_ranks()
-            self._liveness.check(f"seen after step {self.step}")
+            self._liveness.check(f"seen after step {self._loop.step}")
             raise
 
-    def _boundary(
-        self, applies: Callable[[rules.Apply], None] | None = None
-    ) -> Iterator[Send | Apply]:
-        """Yield what the rules decide until there is nothing more to do for now.
+    def _boundary(self, apply: Callable[[rules.Apply, float], None]) -> None:
+        """Do what the rules decide, until there is nothing more to do for now.
 
-        `applies`: called with what is to be applied, instead of yielding it.
+        `apply`: applies a version, for which this rank has waited these seconds, and counts them.
         """
-        while True:
+        is_done = False
+        while not is_done:
             started = time.perf_counter()
             due = self._next_instructions().due
             waited = time.perf_counter() - started
             self.gauges.waited += waited
             self.check()
-            for apply in due.applies:
-                if applies is not None:
-                    applies(apply)
-                else:
-                    yield self._apply(apply, waited)
-                    waited = 0.0  # counted with that round
-                self._on_applied(apply)
-            self.meter.waited(waited)
+            for version in due.applies:
+                apply(version, waited)
+                waited = 0.0
+                self._on_applied(version)
+            self._loop.meter.waited(waited)
             for send in due.sends:
-                yield from self._send(send.part)
-            if not due.applies and not due.sends:
-                return
+                self._send(send.part)
+            is_done = not due.applies and not due.sends
 
     def _next_instructions(self) -> Instructions:
         """Return what all ranks do next, which the first one decides."""
@@ -387,11 +373,12 @@ class IslandPeers(Peers):
             self._last = share(mine, Instructions, self._ranks.decisions)
         if self._last.settings is not None:
             self._use(self._last.settings)
+        self.reports.progress = min(1.0, self.clock / self.total_tokens)
         return self._last
 
     def _copy_of(self, apply: rules.Apply) -> Tensor:
         """Return the copy to apply: the P that is there already, or the one that was prepared."""
-        state = self.states[apply.fragment]
+        state = self._loop.states[apply.fragment]
         return state.outer if apply.source is None else state.delta
 
     def _on_applied(self, apply: rules.Apply) -> None:
@@ -401,30 +388,34 @@ class IslandPeers(Peers):
         if self._link is not None:
             self._link.on_applied(apply)
 
-    def _take(self, apply: rules.Apply) -> None:
+    def _take(self, apply: rules.Apply, waited: float) -> None:
         """Take a version while this island joins. The model is written at the end."""
-        self.states[apply.fragment].apply(self._copy_of(apply), 0.0)
+        self._loop.meter.waited(waited)
+        self._loop.states[apply.fragment].apply(self._copy_of(apply), Mode.TAKE)
 
-    def _apply(self, apply: rules.Apply, waited: float) -> Apply:
-        """`waited`: seconds for which training has waited for it."""
+    def _apply(self, apply: rules.Apply, waited: float) -> None:
+        """Apply a version to the model."""
+        loop = self._loop
         prepared = None if self._link is None else self._link.prepared(apply)
-        values = self.states[apply.fragment].values
-        round_ = self._rounds.end(apply, self.step, values, waited=waited, prepared=prepared)
+        values = loop.states[apply.fragment].values
+        round_ = self._rounds.end(apply, loop.step, values, waited=waited, prepared=prepared)
         round_.participants = self._last.participants
-        return Apply(round_, self._copy_of(apply), apply.mode, apply.share)
+        loop.apply(round_, self._copy_of(apply), apply.mode, apply.share)
 
-    def _send(self, part: notes.Part) -> Iterator[Send]:
-        round_ = self._rounds.begin(part, self.step, self.states[part.fragment].values)
-        yield Send(round_)
-        self._encoded.append(self.background.submit(partial(self._encode, part, round_)))
+    def _send(self, part: notes.Part) -> None:
+        assert hasattr(self, "seat"), "nothing is sent before the first step"
+        loop = self._loop
+        round_ = self._rounds.begin(part, loop.step, loop.states[part.fragment].values)
+        loop.take(round_)
+        self._encoded.append(loop.background.submit(partial(self._encode, part, round_)))
 
     def _say_wait(self, since: float, describe: Callable[[Island], str]) -> None:
         """Log what training waits for, on the first rank."""
         if self._link is None:
             return
-        watcher = self._witness.watcher
+        watcher = self.reports.watcher
         if watcher is not None and time.monotonic() - since >= STILL_SECONDS:
-            watcher.missing(self._witness.late())
+            watcher(self.reports.late())
         self._waiting.say(since, obstacle(self._link, describe(self.machine)))
 
     def _use(self, settings: Settings) -> None:
@@ -433,8 +424,7 @@ class IslandPeers(Peers):
             return
         self._used = settings
         self.total_tokens = settings.total_tokens
-        self.config = in_diloco(self.config, settings)
-        self.schedule = build_schedule(self.config, len(self.fragments))
+        self._loop.config = in_diloco(self._loop.config, settings)
 
     # --- background thread ------------------------------------------------------------------------
 
@@ -442,19 +432,19 @@ class IslandPeers(Peers):
         """Encode the delta of a part on all ranks. The first one passes it to the thread that
         stores it."""
         round_.begun = time.perf_counter()
-        state = self.states[part.fragment]
+        state = self._loop.states[part.fragment]
         payload = None
         with state.background():
             round_.delta_square = state.finish_delta()
             square = sum_over_ranks(round_.delta_square, self._ranks.uploads, 0)
             if math.isfinite(square):
-                block_size = self.config.quantization.block_size
+                block_size = self._loop.config.quantization.block_size
                 header = Header(part.codec, block_size, part.ranks)
                 layout = self._layouts[part.fragment]
                 payload = collect_part(state.delta, header, layout, self._ranks)
             else:
                 round_.flags = NOT_FINITE
-        self._witness.flags = round_.flags
+        self.reports.flags = round_.flags
         round_.traffic.encoded = time.perf_counter()
         if self._link is None:
             return
@@ -472,21 +462,19 @@ class IslandPeers(Peers):
             facts.island = write_saved(self.machine.save())
         facts.fragments = [FragmentFacts(outer_steps=version) for version in self._versions]
         state = SavedState(facts, {})
-        for one in self.states:
+        for one in self._loop.states:
             state.tensors |= saving.named(SHARED, one, one.outer.to("cpu", copy=True), mesh)
         return state
 
     def load(self, saved: SavedState) -> list[str]:
         """Resume from a saved state, before `join`."""
-        if saved.facts.in_flight:  # of a run without islands
-            alpha = self.config.overlap.mixing_at(saved.facts.progress)
-            saving.apply_early(self.states, saved, partial(local_share, alpha))
-            saved.facts.in_flight = []
-        *_, lines = saving.load(self.states, saved, self.config, partial(local_share, 0.0))
+        loop = self._loop
+        self._liveness.wait(loop.background.submit(lambda: None))
+        # Only a run without islands has saved fragments in flight.
+        mixing = loop.config.overlap.mixing_at(saved.facts.progress)
+        saving.apply_early(loop.states, saved, mixing)
+        *_, lines = saving.load(loop.states, saved, loop.config, mixing)
         self._brings.saved = read_saved(saved.facts.island)
         if self._brings.saved is None:
             self._brings.job = self._brings.job or JobCheckpoint()
         return lines
-
-    def restart(self) -> None:
-        self._liveness.wait(self.background.submit(lambda: None))

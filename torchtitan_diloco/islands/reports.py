@@ -6,7 +6,7 @@ All follows from the newest decision, whose times are on one clock. No decision 
 from collections.abc import Sequence
 
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Report, Signs, Vitals
+from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Report, Vitals, absence
 from torchtitan_diloco.islands.rules.decision import IS_IDLE, Decision, Fate, Seen, Slot
 from torchtitan_diloco.islands.rules.names import name_of
 from torchtitan_diloco.islands.rules.presence import SILENT
@@ -80,7 +80,7 @@ def _report(decision: Decision, slot: Slot, seen: Seen) -> Report:
     """Return the report of an island. While it completes no steps, only the time of its downloads
     counts: it may wait for them, and the other values belong to old steps."""
     may_wait = not decision.begun or decision.ended or not seen.step or bool(seen.flags & IS_IDLE)
-    signs = Signs(
+    absent = absence(
         answers=not is_silent(seen),
         still=seen.still,
         longest=max(SILENT, decision.settings.slot_seconds),
@@ -107,7 +107,7 @@ def _report(decision: Decision, slot: Slot, seen: Seen) -> Report:
             upload=said.upload,
             download=said.download,
         )
-    return Report(vitals, flags, absent=signs.absent, evidence=evidence[signs.absent])
+    return Report(vitals, flags, absent=absent, evidence=evidence[absent])
 
 
 def _flags(slot: Slot) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torchtitan_diloco.diloco.witness import STILL_RATIO, STILL_SECONDS
+from torchtitan_diloco.diloco.reports import STILL_RATIO, STILL_SECONDS
 
 
 @dataclass

@@ -7,7 +7,7 @@ from torchtitan_diloco.base.formatting import counted
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.user import LOCAL_ISLANDS, RunOverError, command_line
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS
-from torchtitan_diloco.diloco.witness import STILL_SECONDS
+from torchtitan_diloco.diloco.reports import STILL_SECONDS
 from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.rules.island import Island
 from torchtitan_diloco.islands.rules.names import name_of

@@ -16,21 +16,21 @@ from tests.waiting import wait_until
 from torchtitan_diloco.diagnosis.kinds import ALL, Kind
 from torchtitan_diloco.diagnosis.verdicts import Judge, Observation
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
+from torchtitan_diloco.diloco.reports import STILL_SECONDS
 from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Action, Vitals
-from torchtitan_diloco.diloco.witness import STILL_SECONDS
 from torchtitan_diloco.islands.gauges import Gauges
+from torchtitan_diloco.islands.island_reports import (
+    EVICTED,
+    LEFT_OUT,
+    NOT_WAITED_FOR,
+    Actions,
+    IslandReports,
+)
 from torchtitan_diloco.islands.reports import KINDS, code_of, kind_of, reports_of
 from torchtitan_diloco.islands.rules import note as notes
 from torchtitan_diloco.islands.rules.decision import SICK, Fate
 from torchtitan_diloco.islands.rules.note import decode_note
 from torchtitan_diloco.islands.transfers import Transfers
-from torchtitan_diloco.islands.witness import (
-    EVICTED,
-    LEFT_OUT,
-    NOT_WAITED_FOR,
-    Actions,
-    IslandWitness,
-)
 
 USUAL = notes.Vitals(compute=0.1, upload=0.5, download=0.2)
 CYCLE = 1.0
@@ -259,13 +259,13 @@ def test_islands_know_of_each_other(tmp_path: Path) -> None:
         Trainee(tmp_path / "store", name, config(2, delay=1), total_tokens=10**9, step_seconds=0.02)
         for name in "ab"
     ]
-    first, second = (one.peers.witness for one in pair)
-    assert isinstance(first, IslandWitness)
-    assert first.reports() == {}
+    first, second = (one.peers.reports for one in pair)
+    assert isinstance(first, IslandReports)
+    assert first.latest() == {}
     pause = [0.0]
 
     def measure(one: Trainee) -> None:
-        one.peers.witness.vitals = Vitals(compute=0.02)
+        one.peers.reports.vitals = Vitals(compute=0.02)
 
     pair[0].on_step = lambda _: measure(pair[0])
 
@@ -278,20 +278,20 @@ def test_islands_know_of_each_other(tmp_path: Path) -> None:
         for one in pair:
             one.thread.start()
         try:
-            wait_until(lambda: set(first.reports()) == {"a", "b"}, "both")
+            wait_until(lambda: set(first.latest()) == {"a", "b"}, "both")
             wait_until(
-                lambda: 0.019 < first.reports()["b"].vitals.compute < 0.021, "what b measures"
+                lambda: 0.019 < first.latest()["b"].vitals.compute < 0.021, "what b measures"
             )
-            wait_until(lambda: first.reports()["b"].vitals.upload > 0, "its uploads")
-            wait_until(lambda: first.reports()["a"].vitals.download > 0, "own downloads")
+            wait_until(lambda: first.latest()["b"].vitals.upload > 0, "its uploads")
+            wait_until(lambda: first.latest()["a"].vitals.download > 0, "own downloads")
             assert first.late() == {}
             second.say(["b: slow data", "a: stopped"])
             wait_until(lambda: "slow data" in said_by(tmp_path / "store", "b"), "its note")
             second.say([])
             pause[0] = 8.0
-            wait_until(lambda: first.reports()["b"].vitals.compute == 0, "the pause")
+            wait_until(lambda: first.latest()["b"].vitals.compute == 0, "the pause")
             pause[0] = 0.0
-            wait_until(lambda: first.reports()["b"].vitals.compute > 0, "the next step")
+            wait_until(lambda: first.latest()["b"].vitals.compute > 0, "the next step")
             assert said_by(tmp_path / "store", "b") == ""
         finally:
             for one in pair:

@@ -1,19 +1,17 @@
-"""Which workers are late and why, and the reports of all workers about themselves.
+"""What is known of the workers: who is late and why, and what all of them say of themselves.
 
-A witness observes the liveness of the other ranks and the messages that arrived over the transport,
-and answers queries. It makes no decisions: an exchange waits, fails or continues without it.
+Reports answer queries. They make no decisions: an exchange waits, fails or continues without them.
 """
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS, Answer, Liveness
 from torchtitan_diloco.diloco.round import LEAST_LINK_BYTES, Traffic
 from torchtitan_diloco.diloco.transport import Header, Transport
-from torchtitan_diloco.diloco.vitals import STOPPED, STUCK, Action, Report, Signs, Vitals
+from torchtitan_diloco.diloco.vitals import STOPPED, STUCK, Action, Report, Vitals, absence
 
 HANG_STEPS = 10
 """A step hangs if it takes this multiple of the usual time, and at least `LATE_SECONDS`."""
@@ -25,23 +23,27 @@ STILL_RATIO = 10.0
 time of a message."""
 
 
-class Watcher(Protocol):
-    """Judges the workers of a run."""
+class Reports:
+    """What the peers of an outer loop know of the workers, for diagnosis, telemetry and
+    descriptions. The peers set its values. This base class knows nothing."""
 
-    def missing(self, reports: Mapping[str, Report]) -> None:
-        """Process the reports of absent workers, by name, while training waits long.
-
-        The waiting thread calls this without a lock, and waits until it returns.
-        """
-
-
-class Witness:
-    """Interface for queries about the workers. This base class knows nothing."""
-
+    workers = 1
+    """Number of workers in each exchange."""
+    worker = 0
+    """Index of this worker."""
+    progress = 0.0
+    """Completed share of the run, 0 if its length is unknown."""
+    in_flight: Collection[int] = ()
+    """Fragments that every worker has sent and not applied yet."""
     vitals = Vitals()
     """Vitals of this worker. Set after each step by the code that measures the steps."""
-    watcher: Watcher | None = None
-    """Receives the missing workers while training waits long."""
+    watcher: Callable[[Mapping[str, Report]], None] | None = None
+    """Receives the reports of absent workers, by name, while training waits long. The waiting
+    thread calls this without a lock, and waits until it returns."""
+
+    def latest(self) -> Mapping[str, Report]:
+        """Return the reports of all workers in the last round, by name."""
+        return {}
 
     def late(self) -> Mapping[str, Report]:
         """Return the workers for which training waits, by name, with what has not arrived from
@@ -51,10 +53,6 @@ class Witness:
         """
         return {}
 
-    def reports(self) -> Mapping[str, Report]:
-        """Return the reports of all workers in the last round, by name."""
-        return {}
-
     def say(self, verdicts: Sequence[str]) -> None:
         """Tell the others what this worker has found wrong, unless one worker judges for all."""
 
@@ -62,9 +60,17 @@ class Witness:
         """Return the actions about other workers that began or ended since the last call."""
         return []
 
+    def advise(self, settings: Mapping[str, object]) -> str:
+        """Return the command with which users change settings."""
+        return " ".join(f"--{key} {value}" for key, value in settings.items())
 
-class GlooWitness(Witness):
-    """The witness of the workers of one job. It observes while `Liveness` waits."""
+    def describe(self) -> list[str]:
+        """Return lines about the workers for the start of a run."""
+        return []
+
+
+class GlooReports(Reports):
+    """The reports of the workers of one job, which it collects while `Liveness` waits."""
 
     def __init__(self, liveness: Liveness) -> None:
         self.liveness = liveness
@@ -75,7 +81,7 @@ class GlooWitness(Witness):
         """Latest known bytes per second from each worker."""
         self._transfers: tuple[float, ...] = ()
 
-    def look_at(self, transport: Transport, *, cycle_bytes: float) -> None:
+    def observe(self, transport: Transport, *, cycle_bytes: float) -> None:
         """Observe a transport from now on. `cycle_bytes`: bytes from each other worker in a
         cycle."""
         self._transport = transport
@@ -98,7 +104,7 @@ class GlooWitness(Witness):
         """Return the vitals of this worker, with its transfers at the rates of the last round."""
         return self.vitals._replace(transfers=self._transfers)
 
-    def reports(self) -> Mapping[str, Report]:
+    def latest(self) -> Mapping[str, Report]:
         return self._reports
 
     def waiting(self, seconds: float) -> None:
@@ -108,7 +114,7 @@ class GlooWitness(Witness):
         late = self.late()
         if self.watcher is not None:
             absent = {name: report for name, report in late.items() if report.absent}
-            self.watcher.missing(absent)
+            self.watcher(absent)
         whom = " and for ".join(_describe(name, report) for name, report in late.items())
         logger.warning(f"waiting since {seconds:.0f} s for {whom or self._others()}")
 
@@ -126,7 +132,7 @@ class GlooWitness(Witness):
             if why:
                 answer = answers.get(worker)
                 usual = said.vitals.step or self.vitals.step
-                why = signs_of(answer, usual, is_stuck=why == STUCK).absent
+                why = why_absent(answer, usual, is_stuck=why == STUCK)
                 what += f", and {_describe_answer(answer)}"
             late[name] = said._replace(absent=why, evidence=what)
         return late
@@ -171,17 +177,17 @@ class GlooWitness(Witness):
         return max(STILL_SECONDS, STILL_RATIO * usual)
 
 
-def signs_of(answer: Answer | None, usual: float, *, is_stuck: bool) -> Signs:
-    """Return the signs of life of a worker that was asked.
+def why_absent(answer: Answer | None, usual: float, *, is_stuck: bool) -> str:
+    """Return why a worker that was asked is absent, or an empty string if it is not.
 
     `usual`: usual seconds of a step, 0 if unknown. `is_stuck`: whether only its payload is missing.
     """
     if answer is None:  # its process or its machine has stopped, or all of its link
-        return Signs(answers=False)
+        return absence(answers=False)
     longest = HANG_SECONDS
     if answer.steps and usual:  # its first step may compile
         longest = max(LATE_SECONDS, HANG_STEPS * usual)
-    return Signs(
+    return absence(
         answers=True,
         still=answer.seconds,
         longest=longest,

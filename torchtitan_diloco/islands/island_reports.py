@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from torchtitan_diloco.diloco.reports import Reports
 from torchtitan_diloco.diloco.vitals import STUCK, Action, Report, Vitals
-from torchtitan_diloco.diloco.witness import Witness
+from torchtitan_diloco.islands.config import Islands, change_commands
 from torchtitan_diloco.islands.gauges import Gauges
 from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.reports import code_of, is_moving, is_silent, reports_of
@@ -24,32 +25,32 @@ EVIDENCE = {
 }
 
 
-class IslandWitness(Witness):
-    """The witness of an island. It knows nothing before the island has a slot."""
+class IslandReports(Reports):
+    """The reports of an island. They are empty before it has a slot."""
 
-    def __init__(self, name: str, gauges: Gauges) -> None:
+    def __init__(self, islands: Islands, gauges: Gauges) -> None:
+        self.islands = islands
         self.link: Link | None = None
         self.flags = 0
         """Flags of the latest own delta."""
-        self._name = name
         self._gauges = gauges
         self._actions = Actions()
 
     def late(self) -> Mapping[str, Report]:
-        return {name: report for name, report in self.reports().items() if report.absent}
+        return {name: report for name, report in self.latest().items() if report.absent}
 
-    def reports(self) -> Mapping[str, Report]:
+    def latest(self) -> Mapping[str, Report]:
         """Return what the syncer has seen of each island, and what this one knows of itself."""
         link, decision = self.link, self._decision()
         if link is None or decision is None or link.machine.slot is None:
             return {}
         reports = reports_of(decision)
-        flags = self.flags | reports.get(self._name, Report()).flags
+        flags = self.flags | reports.get(self.islands.name, Report()).flags
         mine = Report(self.own_vitals(), flags)
         if stuck := link.stuck_seconds:
             text = f"its upload has made no progress for {stuck:.0f} s"
             mine = Report(self.own_vitals(), absent=STUCK, evidence=text)
-        return reports | {self._name: mine}
+        return reports | {self.islands.name: mine}
 
     def own_vitals(self) -> Vitals:
         """Return the vitals of this island with its transfers."""
@@ -66,11 +67,19 @@ class IslandWitness(Witness):
     def say(self, verdicts: Sequence[str]) -> None:
         """Put the worst verdict about this island into its notes. Others find those about
         themselves."""
-        self._gauges.says = code_of(verdicts, self._name)
+        self._gauges.says = code_of(verdicts, self.islands.name)
 
     def take_actions(self) -> list[Action]:
         decision = self._decision()
-        return [] if decision is None else self._actions.update(decision, self._name)
+        return [] if decision is None else self._actions.update(decision, self.islands.name)
+
+    def advise(self, settings: Mapping[str, object]) -> str:
+        return change_commands(self.islands, settings)
+
+    def describe(self) -> list[str]:
+        chosen = self.islands
+        line = f"{chosen.begin} start together; a round waits at least {chosen.grace_seconds:g} s"
+        return [f"{'island':<10} {chosen.name}; {line}"]
 
     def _decision(self) -> Decision | None:
         return None if self.link is None else self.link.machine.decision
