@@ -80,8 +80,8 @@ def test_a_signal_ends_all_islands_and_then_the_syncer(tmp_path: Path) -> None:
     with local_islands(tmp_path) as process:
         (syncer,) = syncers(process)
         lowest = 19
-        own = os.getpriority(os.PRIO_PROCESS, 0)
-        assert os.getpriority(os.PRIO_PROCESS, syncer) == min(lowest, own + NICE)
+        priority = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, syncer) == min(lowest, priority + NICE)
         process.terminate()
         output, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 3, output
