@@ -17,7 +17,7 @@ from torchtitan_diloco.islands.merging import (
     read_copy,
     read_outer,
 )
-from torchtitan_diloco.islands.payload import HEADER_BYTES, check_part, memory_of
+from torchtitan_diloco.islands.payload import HEADER_BYTES, check_part
 from torchtitan_diloco.islands.rules.decision import Decision, Fate
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.founding import WentBackError
@@ -99,9 +99,9 @@ class FragmentTasks:
         """States of versions that do not count yet."""
         self._versions = dict[int, int]()  # of the newest state of each fragment
         self._parts = dict[tuple[str, Part], bytearray]()
-        self._contents = dict[tuple[str, int, int], tuple[memoryview, FragmentState | None]]()
-        """Contents to upload by kind, fragment and version, with the state whose memory they
-        are."""
+        self._contents = dict[tuple[str, int, int], tuple[memoryview, FragmentState]]()
+        """Contents to upload by kind, fragment and version, with the state of the version, whose
+        memory they may be."""
 
     def open(self, run: str, shapes: list[Shapes], settings: Settings) -> Scratch:
         """Open the scratch folder of a run."""
@@ -253,10 +253,10 @@ class FragmentTasks:
         after = scratch.take(fragment)
         with self._lock:
             parts = [(self._parts[one.incarnation, one.part], one.part.weight) for one in job.parts]
-        payload = merge(
+        content = merge(
             before, after, self.layout(fragment), parts, self.settings(), job.weight_of_all
         )
-        if payload is None:
+        if content is None:
             scratch.release(after)
             self._deliver(lambda machine: machine.on_merged(fragment, job.version, None))
             return
@@ -264,8 +264,9 @@ class FragmentTasks:
         scratch.keep(after, fragment, job.version)
         self._merged[fragment] = after
         self._versions[fragment] = job.version
+        scratch.hold(after)
         with self._lock:
-            self._contents[VERSION, fragment, job.version] = memory_of(payload), None
+            self._contents[VERSION, fragment, job.version] = content, after
         self._deliver(lambda machine: machine.on_merged(fragment, job.version, checksum))
 
     def _settle(self, job: Settle) -> None:
@@ -295,8 +296,7 @@ class FragmentTasks:
     def forget_content(self, stored: Object) -> None:
         with self._lock:
             _, state = self._contents.pop((stored.kind, stored.fragment, stored.version))
-        if state is not None:
-            self.scratch.release(state)
+        self.scratch.release(state)
 
 
 def _state_of(machine: Syncer) -> Decision:
