@@ -20,6 +20,7 @@ from tests.islands.trainees import TOKENS, Trainee, trained
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.link import Claim, Link
+from torchtitan_diloco.islands.payload import Buffer
 from torchtitan_diloco.islands.rules.fragment import Boundary, Send
 from torchtitan_diloco.islands.rules.island import Island
 from torchtitan_diloco.islands.rules.names import VERSION, Object
@@ -64,7 +65,7 @@ def test_a_download_is_dropped_if_its_base_was_reset_meanwhile(tmp_path: Path) -
     seen = list[bool]()
 
     def reset_meanwhile(
-        fragment: int, content: bytearray, is_claimed: Callable[[], bool]
+        fragment: int, content: Buffer, is_claimed: Callable[[], bool]
     ) -> str | None:
         checksum = prepare(fragment, content, is_claimed)
         if next(calls) == 9:

@@ -391,15 +391,15 @@ def test_a_transfer_is_resumed(place: Place, store: Store, monkeypatch: pytest.M
     name, content = f"{place.own}a", bytes(number % 251 for number in range(9500))
     sent, create = list[str](), Store.create
 
-    def break_off(self: Store, name: str, *rest: bytes, **options: bool) -> bool:
+    def break_off(self: Store, name: str, *rest: bytes, durable: bool) -> bool:
         if len(sent) == 4:
             raise AwayError("the link is cut")
         sent.append(name)
-        return create(self, name, *rest, **options)
+        return create(self, name, *rest, durable=durable)
 
-    def note_and_create(self: Store, name: str, *rest: bytes, **options: bool) -> bool:
+    def note_and_create(self: Store, name: str, *rest: bytes, durable: bool) -> bool:
         sent.append(name)
-        return create(self, name, *rest, **options)
+        return create(self, name, *rest, durable=durable)
 
     with LargeObjects(store, 1, chunk_bytes=1000) as large:
         with monkeypatch.context() as patch:

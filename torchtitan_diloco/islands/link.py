@@ -48,6 +48,7 @@ from torchtitan_diloco.islands.rules.names import (
 from torchtitan_diloco.islands.rules.note import Gauges, Part
 from torchtitan_diloco.islands.rules.settings import RATES
 from torchtitan_diloco.islands.runs import Decisions, Run
+from torchtitan_diloco.islands.spares import Spares
 from torchtitan_diloco.islands.transfers import Transfers
 from torchtitan_diloco.store import AwayError, DamagedError, FullError, Kind, RefusedError
 
@@ -113,6 +114,7 @@ class Link:
         self._sends = set[int]()
         """Fragments whose buffer a send waits for."""
         self._prepared = dict[int, Prepared]()
+        self._spares = Spares(1)
         self._is_note_due = threading.Event()
         self._is_part_new = threading.Event()
         """Whether a part is stored that is in no note yet."""
@@ -352,10 +354,10 @@ class Link:
                     if self._closed.is_set():
                         return
                     continue
-            most = HEADER_BYTES + 4 * self._copies.values(stored.fragment)
+            memory = self._spares.take(HEADER_BYTES + 4 * self._copies.values(stored.fragment))
             began = time.monotonic()
             try:
-                content = self.run.large.get(stored.name, most)
+                content = self.run.large.get(stored.name, into=memory)
             except AwayError as error:
                 logger.warning(f"{error}; trying again")
                 self._sleep(AGAIN_SECONDS)
@@ -365,6 +367,7 @@ class Link:
                 self._sleep(AGAIN_SECONDS)
                 content = None
             if content is None:  # not visible yet, or old: look at the next decision
+                # The memory is not used again: after damage, a chunk may be under way.
                 with self._changed:
                     self.machine.on_missing(stored)
                 self._sleep(LOOK)
@@ -372,8 +375,9 @@ class Link:
             if stored.kind == VERSION:  # others are larger, and not part of a cycle
                 self.transfers.add_download(stored.fragment, time.monotonic() - began)
             self._prepare(stored, content)
+            self._spares.give(memory)
 
-    def _prepare(self, stored: Object, content: bytearray) -> None:
+    def _prepare(self, stored: Object, content: memoryview) -> None:
         """Write the next P of a fragment to its buffer on all ranks, unless it is no longer
         wanted."""
         while True:

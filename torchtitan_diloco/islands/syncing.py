@@ -366,21 +366,26 @@ class Term:
             is_founded = self.machine.state is not None and self.machine.state.is_founded
         self._tags = {name: tag for name, tag in self._tags.items() if name in found}
         now = time.monotonic()
+        read = dict[str, bytes | None]()
         self._due_at = {name: at for name, at in self._due_at.items() if name in found}
         for name in chosen:
-            incarnation = incarnation_of(name)
             is_new = found[name] != self._tags.get(name)
             due_at = self._due_at.get(name, -math.inf)
-            if incarnation is None or not is_new or due_at > now or found[name][0] > MOST_NOTE:
-                continue
-            self._due_at[name] = max(due_at, now - NOTE_BURST) + NOTE_SECONDS
-            raw = self._read(name)
-            self._tags[name] = found[name]
-            if raw is not None:
-                self._deliver(partial(Syncer.on_note, incarnation=incarnation, raw=raw))
+            if is_new and due_at <= now and found[name][0] <= MOST_NOTE:
+                self._due_at[name] = max(due_at, now - NOTE_BURST) + NOTE_SECONDS
+                read[name] = self._read(name)
+
+        def pass_notes(machine: Syncer) -> None:
+            for name, raw in read.items():
+                incarnation = incarnation_of(name)
+                if raw is not None and incarnation is not None:
+                    machine.on_note(incarnation, raw)
+            machine.on_poll(time.monotonic())
+
         if not is_founded:
             self._read_foundings()
-        self._deliver(partial(Syncer.on_poll, now=time.monotonic()))
+        self._deliver(pass_notes)  # at once: a round does not wait for islands that are unheard
+        self._tags |= {name: found[name] for name in read}
 
     def _list_notes(self) -> list[Entry]:
         """List the notes, the newest first. If they are too many, such as a million of one login,

@@ -17,6 +17,7 @@ from typing import Annotated, TypeVar, overload
 
 import msgspec
 
+from torchtitan_diloco.base.untrusted import decode_json
 from torchtitan_diloco.store.errors import DamagedError, StoreError
 from torchtitan_diloco.store.store import MOST_BYTES, Buffer, Entry, Store, checksum
 
@@ -188,7 +189,7 @@ class LargeObjects:
         if stored.content.startswith(_WHOLE):
             return memoryview(stored.content)[1:]
         try:
-            head = msgspec.json.decode(stored.content[1:], type=_Head)
+            head = decode_json(stored.content[1:], _Head)
             if not (
                 0 < head.chunk_bytes <= min(head.size, CHUNK_BYTES)
                 and head.size <= MOST_CHUNKS * head.chunk_bytes
