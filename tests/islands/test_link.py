@@ -20,6 +20,7 @@ from tests.islands.trainees import TOKENS, Trainee, trained
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.link import Claim, Link
+from torchtitan_diloco.islands.payload import Buffer
 from torchtitan_diloco.islands.rules.fragment import Boundary, Send
 from torchtitan_diloco.islands.rules.island import Island
 from torchtitan_diloco.islands.rules.names import VERSION, Object
@@ -64,7 +65,7 @@ def test_a_download_is_dropped_if_its_base_was_reset_meanwhile(tmp_path: Path) -
     seen = list[bool]()
 
     def reset_meanwhile(
-        fragment: int, content: bytearray, is_claimed: Callable[[], bool]
+        fragment: int, content: Buffer, is_claimed: Callable[[], bool]
     ) -> str | None:
         checksum = prepare(fragment, content, is_claimed)
         if next(calls) == 9:
@@ -89,7 +90,7 @@ def test_a_download_that_fails_while_a_send_waits_for_its_buffer_is_an_error() -
     stored = Object(VERSION, 1, 0, 1)
     part = Part(fragment=0, number=1, base=0, checksum="0", start=0, end=1)
 
-    def fail(_: int, __: bytearray, is_claimed: Callable[[], bool]) -> str | None:
+    def fail(_: int, __: Buffer, is_claimed: Callable[[], bool]) -> str | None:
         while not is_claimed():
             time.sleep(0.01)
         raise ValueError("the device is lost")
@@ -100,7 +101,7 @@ def test_a_download_that_fails_while_a_send_waits_for_its_buffer_is_an_error() -
         wanted=lambda: [stored],
         boundary=lambda _: Boundary(0, sends=[Send(part)], is_training=True),
     )
-    large = SimpleNamespace(get=lambda *_: bytearray(10))
+    large = SimpleNamespace(get=lambda _, into: into[:10])
     copies = SimpleNamespace(values=lambda _: 1, prepare=fail)
     link = Link(
         cast("Run", SimpleNamespace(large=large)),

@@ -109,7 +109,7 @@ def test_a_part_is_fetched_before_its_fragment_is_loaded(
         assert is_fetched.wait(PATIENCE)
         load(tasks, job)
 
-    def keep(tasks: FragmentTasks, incarnation: str, part: Part, content: bytearray) -> None:
+    def keep(tasks: FragmentTasks, incarnation: str, part: Part, content: memoryview) -> None:
         keep_part(tasks, incarnation, part, content)
         is_fetched.set()
 

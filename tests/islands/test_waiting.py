@@ -29,6 +29,7 @@ from torchtitan_diloco.islands.waiting import (
 )
 from torchtitan_diloco.store import AwayError, FullError, Store, open_store
 from torchtitan_diloco.store.folder import Folder
+from torchtitan_diloco.store.store import Sealed
 
 PATIENCE = 60.0
 
@@ -154,11 +155,11 @@ def test_a_full_disk_delays_and_loses_nothing(
         if full.is_set():
             raise FullError(f"{place.location}: No space left on device; free some space")
 
-    def create_if_room(self: Folder, name: str, content: bytes, *, large: bool) -> bool:
+    def create_if_room(self: Folder, name: str, content: Sealed, **options: bool) -> bool:
         refuse(self)
-        return create(self, name, content, large=large)
+        return create(self, name, content, **options)
 
-    def replace_if_room(self: Folder, name: str, content: bytes, **options: Any) -> None:
+    def replace_if_room(self: Folder, name: str, content: Sealed, **options: bool) -> None:
         refuse(self)
         replace_(self, name, content, **options)
 

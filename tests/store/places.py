@@ -14,6 +14,7 @@ import pytest
 
 from tests.store.seaweed import SITE, SeaweedServer
 from torchtitan_diloco.store import Store, open_store
+from torchtitan_diloco.store.store import Sealed
 
 PATIENCE = 100.0
 """Seconds after which a test counts as hanging."""
@@ -55,12 +56,12 @@ class Place:
     def write_raw(self, name: str, content: bytes) -> None:
         """Write a content without a checksum, as a damaged disk would."""
         backend = self.open(writes=None).backend
-        backend.replace(name, content, large=True, durable=True)
+        backend.replace(name, Sealed(content, b""), large=True, durable=True)
 
     def read_raw(self, name: str) -> bytes:
         found = self.open(writes=None).backend.get(name, large=True)
         assert found is not None
-        return found.content
+        return found.sealed.whole
 
 
 class BucketServer:

@@ -18,6 +18,7 @@ from torchtitan_diloco.base.hardware import end_with_parent
 from torchtitan_diloco.store import (
     AwayError,
     FullError,
+    LargeObjects,
     RefusedError,
     Store,
     StoreError,
@@ -25,13 +26,9 @@ from torchtitan_diloco.store import (
 )
 from torchtitan_diloco.store import folder as module
 from torchtitan_diloco.store.folder import Folder
-from torchtitan_diloco.store.store import checksum, seal
+from torchtitan_diloco.store.store import seal
 
 OLD, NEW = b"old content" * 100, b"new content" * 200
-
-
-def sealed(content: bytes) -> bytes:
-    return seal(content, checksum(content))
 
 
 def _kill_before_call(number: int) -> None:
@@ -55,25 +52,25 @@ def _write_and_die(path: Path, verb: str) -> list[str]:
     while True:
         folder = Folder(path / str(len(found)))
         if verb == "replace":
-            folder.replace("a/b", sealed(OLD), large=False, durable=True)
+            folder.replace("a/b", seal(OLD), large=False, durable=True)
         child = os.fork()
         if child == 0:
             end_with_parent()
             _kill_before_call(len(found) + 1)
             if verb == "create":
-                folder.create("a/b", sealed(NEW), large=False)
+                folder.create("a/b", seal(NEW), large=False, durable=True)
             else:
-                folder.replace("a/b", sealed(NEW), large=False, durable=True)
+                folder.replace("a/b", seal(NEW), large=False, durable=True)
             sys.setprofile(None)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         raw = folder.get("a/b", large=False)
-        contents = {sealed(OLD): "old", sealed(NEW): "new"}
-        found.append(contents.get(raw.content, "broken") if raw else "missing")
+        contents = {seal(OLD): "old", seal(NEW): "new"}
+        found.append(contents.get(raw.sealed, "broken") if raw else "missing")
         assert [one.name for one in folder.list("", "", None)] == ["a/b"] * (raw is not None)
         # Whatever was left is in nobody's way.
-        assert folder.create("a/b", sealed(NEW), large=False) == (found[-1] != "old")
-        folder.replace("a/b", sealed(NEW), large=False, durable=True)
+        assert folder.create("a/b", seal(NEW), large=False, durable=True) == (found[-1] != "old")
+        folder.replace("a/b", seal(NEW), large=False, durable=True)
         if code == 0:
             return found
         assert code == -signal.SIGKILL
@@ -129,16 +126,24 @@ def test_the_clock_of_the_store_says_how_old_a_temporary_file_is(
     assert not path.exists()
 
 
-def test_a_note_needs_no_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, flushed = open_store(tmp_path), list[int]()
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the descriptors that are flushed."""
+    found = list[int]()
     fsync = os.fsync
 
     def note_and_flush(descriptor: int) -> None:
-        flushed.append(descriptor)
+        found.append(descriptor)
         fsync(descriptor)
 
-    store.create("island/a", b"0")
     monkeypatch.setattr(os, "fsync", note_and_flush)
+    return found
+
+
+def test_a_note_needs_no_flush(tmp_path: Path, flushed: list[int]) -> None:
+    store = open_store(tmp_path)
+    store.create("island/a", b"0")
+    flushed.clear()
     store.replace("island/a", b"1", durable=False)
     assert flushed == []
     store.replace("island/a", b"2")
@@ -146,6 +151,21 @@ def test_a_note_needs_no_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = store.get("island/a")
     assert found is not None
     assert found.content == b"2"
+
+
+def test_a_content_that_need_not_be_durable_is_not_flushed(
+    tmp_path: Path, flushed: list[int]
+) -> None:
+    """Neither its chunks nor the object that names them, but all of them if it must be."""
+    store = open_store(tmp_path)
+    store.create("part/a", b"")
+    with LargeObjects(store, 2, chunk_bytes=1000) as large:
+        flushed.clear()
+        assert large.create("part/b", bytes(3000), durable=False)
+        assert large.create("part/b", bytes(3000), durable=False)
+        assert flushed == []
+        assert large.create("part/c", bytes(3000))
+        assert len(flushed) == 8, "four files, and their folder after each"
 
 
 def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from torchtitan_diloco.store import Store, StoreError
 from torchtitan_diloco.store.bucket import Bucket
 from torchtitan_diloco.store.errors import PassingError
 from torchtitan_diloco.store.join_file import read_join_file
+from torchtitan_diloco.store.store import Sealed
 
 LOOK_SECONDS, WAITING_SECONDS = 0.5, 5.0
 """Seconds between looks at processes and logins, and between lines while a start is awaited."""
@@ -150,7 +151,7 @@ class BucketServer:
         store = self._open(0.0)
         try:
             # As a large one, as SeaweedFS may take seconds for the first one.
-            store.backend.replace(FIRST, b"", large=True, durable=True)
+            store.backend.replace(FIRST, Sealed(b"", b""), large=True, durable=True)
             store.backend.delete(FIRST)
         except (StoreError, PassingError) as error:
             return str(error)

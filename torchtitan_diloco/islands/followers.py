@@ -33,6 +33,7 @@ from torchtitan_diloco.islands.instructions import rank_lost, share
 from torchtitan_diloco.islands.layout import Layout, Ranks, collect, hexadecimal
 from torchtitan_diloco.islands.payload import (
     HEADER_BYTES,
+    Buffer,
     Header,
     codec_for,
     cut,
@@ -103,9 +104,7 @@ class SharedCopies:
 
     # --- first rank -------------------------------------------------------------------------------
 
-    def prepare(
-        self, fragment: int, content: bytearray, is_claimed: Callable[[], bool]
-    ) -> str | None:
+    def prepare(self, fragment: int, content: Buffer, is_claimed: Callable[[], bool]) -> str | None:
         """Write the next P to `delta` on all ranks, and return its checksum.
 
         `content`: a version or a copy. Return None if training needs the buffer (`is_claimed`).

@@ -48,13 +48,18 @@ from torchtitan_diloco.islands.rules.names import (
 from torchtitan_diloco.islands.rules.note import Gauges, Part
 from torchtitan_diloco.islands.rules.settings import RATES
 from torchtitan_diloco.islands.runs import Decisions, Run
+from torchtitan_diloco.islands.spares import Spares
 from torchtitan_diloco.islands.transfers import Transfers
 from torchtitan_diloco.store import AwayError, DamagedError, FullError, Kind, RefusedError
 
 BEAT = 1.0
 """Seconds between two notes without a change."""
-LEAST_PAUSE = {Kind.FOLDER: 0.02, Kind.NEAR: 0.05, Kind.CLOUD: 1.0}
-"""Minimum seconds between two notes: a bucket of a provider takes one write a second of a name."""
+LEAST_PAUSE = {Kind.FOLDER: 0.1, Kind.NEAR: 0.1, Kind.CLOUD: 1.0}
+"""Minimum seconds between two notes, unless the next one has a new part and the store is no cloud:
+a bucket of a provider takes one write a second of a name."""
+LEAST_POLL, SHARE_OF_WAIT = 0.005, 1 / 16
+"""While training waits, decisions are read after this share of the time for which it has waited,
+and at least these seconds, if that is less than `poll_seconds` and the store is no cloud."""
 LOOK = 0.1
 """Longest single wait of training, because a thread may have failed in the meantime."""
 AGAIN_SECONDS = 0.5
@@ -109,7 +114,12 @@ class Link:
         self._sends = set[int]()
         """Fragments whose buffer a send waits for."""
         self._prepared = dict[int, Prepared]()
+        self._spares = Spares(1)
         self._is_note_due = threading.Event()
+        self._is_part_new = threading.Event()
+        """Whether a part is stored that is in no note yet."""
+        self._waits_since: float | None = None
+        """Time since when training waits, if it does."""
         self._uploads = SimpleQueue[tuple[Part, Tensor | None]]()
         self._closed = threading.Event()
         self._failure: BaseException | None = None
@@ -139,6 +149,7 @@ class Link:
         """End the threads. `deletes_note`: whether this island has left in order."""
         self._closed.set()
         self._is_note_due.set()
+        self._is_part_new.set()
         with self._changed:
             self._changed.notify_all()
         for thread in self._threads:
@@ -190,6 +201,13 @@ class Link:
         while it waits, so that the caller can look for failures.
         """
         began = time.monotonic()
+        self._waits_since = began
+        try:
+            return self._wait_for_instructions(began)
+        finally:
+            self._waits_since = None
+
+    def _wait_for_instructions(self, began: float) -> Instructions:
         with self._changed:
             while True:
                 self.check()
@@ -286,14 +304,23 @@ class Link:
             elif decisions.is_empty:
                 with self._changed:
                     self.machine.on_empty()
-            self._sleep(seconds)
+            self._sleep(self._poll_pause(seconds))
+
+    def _poll_pause(self, seconds: float) -> float:
+        """Return the seconds until decisions are read again. Their costs matter less, and their
+        delay more, if training has waited for a short time."""
+        since = self._waits_since
+        if since is None or self.run.store.kind is Kind.CLOUD:
+            return seconds
+        return min(seconds, max(LEAST_POLL, SHARE_OF_WAIT * (time.monotonic() - since)))
 
     def _write_notes(self) -> None:
-        pause = LEAST_PAUSE[self.run.store.kind]
+        kind = self.run.store.kind
         name = ISLAND + self.machine.incarnation
         while True:
             self._is_note_due.wait(BEAT)
             self._is_note_due.clear()
+            self._is_part_new.clear()
             with self._changed:
                 content = self.machine.note(self.gauges())
             try:
@@ -305,7 +332,11 @@ class Link:
                 self.run.say_full(error)
                 self._is_note_due.set()
                 self._sleep(AGAIN_SECONDS)
-            self._sleep(pause)
+            if kind is Kind.CLOUD:
+                self._sleep(LEAST_PAUSE[kind])
+            else:
+                self._is_part_new.wait(LEAST_PAUSE[kind])
+                self._sleep(0.0)
 
     def _download(self) -> None:
         while True:
@@ -323,10 +354,10 @@ class Link:
                     if self._closed.is_set():
                         return
                     continue
-            most = HEADER_BYTES + 4 * self._copies.values(stored.fragment)
+            memory = self._spares.take(HEADER_BYTES + 4 * self._copies.values(stored.fragment))
             began = time.monotonic()
             try:
-                content = self.run.large.get(stored.name, most)
+                content = self.run.large.get(stored.name, into=memory)
             except AwayError as error:
                 logger.warning(f"{error}; trying again")
                 self._sleep(AGAIN_SECONDS)
@@ -336,6 +367,7 @@ class Link:
                 self._sleep(AGAIN_SECONDS)
                 content = None
             if content is None:  # not visible yet, or old: look at the next decision
+                # The memory is not used again: after damage, a chunk may be under way.
                 with self._changed:
                     self.machine.on_missing(stored)
                 self._sleep(LOOK)
@@ -343,8 +375,9 @@ class Link:
             if stored.kind == VERSION:  # others are larger, and not part of a cycle
                 self.transfers.add_download(stored.fragment, time.monotonic() - began)
             self._prepare(stored, content)
+            self._spares.give(memory)
 
-    def _prepare(self, stored: Object, content: bytearray) -> None:
+    def _prepare(self, stored: Object, content: memoryview) -> None:
         """Write the next P of a fragment to its buffer on all ranks, unless it is no longer
         wanted."""
         while True:
@@ -397,14 +430,16 @@ class Link:
                 name = part_name(self.machine.incarnation, part.fragment, part.number)
                 content = memory_of(payload)
                 size = len(content)
+                # After a power cut, the syncer may refuse it, and its work is sent again.
+                create = partial(self.run.large.create, name, content, resume=True, durable=False)
                 with self.transfers.upload(part.fragment, size):
-                    create = partial(self.run.large.create, name, content, resume=True)
-                while not self._try(create):
-                    self._sleep(AGAIN_SECONDS)
+                    while not self._try(create):
+                        self._sleep(AGAIN_SECONDS)
             with self._changed:
                 now = time.monotonic()
                 self.machine.on_stored(part, size, now, is_finite=payload is not None)
                 self._notify()
+            self._is_part_new.set()
 
     def _found(self) -> None:
         """Store the founding, and the copies once this island is the founder."""

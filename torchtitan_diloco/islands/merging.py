@@ -8,6 +8,7 @@ run has the bits of one job.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch import Tensor
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.arithmetic import outer_step, slot_count
 from torchtitan_diloco.diloco.codecs import add_to_mean
-from torchtitan_diloco.diloco.codecs.base import Codec
 from torchtitan_diloco.diloco.config import OuterOptimizer
 from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.islands.layout import Layout, Shapes
@@ -23,9 +23,10 @@ from torchtitan_diloco.islands.payload import (
     HEADER_BYTES,
     Buffer,
     Header,
-    Piece,
+    PartReader,
     codec_for,
     decode,
+    memory_of,
     read_header,
     write_header,
 )
@@ -51,41 +52,27 @@ def outer_optimizer(settings: Settings) -> OuterOptimizer:
     return chosen
 
 
-def header_of(settings: Settings) -> Header:
-    """Return the header of the versions of a run."""
-    return Header(settings.codec, settings.block_size)
-
-
 class Mean:
     """The weighted mean of parts, whose ranks may have other shards."""
 
-    def __init__(self, shapes: Shapes, out: Tensor) -> None:
-        self._shapes = shapes
-        self._out = out
-        self._total = 0
+    def __init__(self, shapes: Shapes, parts: Sequence[tuple[Buffer, int]]) -> None:
+        """`parts`: contents and weights."""
+        self._readers = [PartReader(content, shapes) for content, _ in parts]
+        weights = [weight for _, weight in parts]
+        totals = accumulate(weights)
+        self._shares = [weight / total for weight, total in zip(weights, totals, strict=True)]
+        """Weight of each part in the mean of those up to it."""
+        self._room = torch.empty(PIECE)
 
-    def add(self, content: Buffer, weight: int) -> None:
-        """Add a part. The first one becomes the mean."""
-        self._total += weight
-        share = weight / self._total
-        layout = Layout(self._shapes, read_header(content).ranks)
-        spans = [layout.spans(layout.ranks, rank) for rank in range(layout.ranks)]
-        for piece in decode(content, layout.sizes(layout.ranks)):
-            for span in spans[piece.rank]:
-                self._add_piece(piece, span.local, span.whole, span.size, share)
-
-    def _add_piece(self, piece: Piece, local: int, whole: int, size: int, share: float) -> None:
-        """Add the values of a piece that are in a span."""
-        first = max(piece.start, local)
-        last = min(piece.start + piece.values.numel(), local + size)
-        if first >= last:
-            return
-        values = piece.values[first - piece.start : last - piece.start]
-        mean = self._out[whole + first - local : whole + last - local]
-        if share == 1.0:
-            mean.copy_(values)
-        else:
-            add_to_mean(mean, values, share)
+    def read(self, start: int, out: Tensor) -> None:
+        """Write at most PIECE values of the mean from an index of the whole fragment on."""
+        values = self._room[: out.numel()]
+        for reader, share in zip(self._readers, self._shares, strict=True):
+            if share == 1.0:
+                reader.read(start, out)
+            else:
+                reader.read(start, values)
+                add_to_mean(out, values, share)
 
 
 @torch.no_grad()
@@ -96,8 +83,9 @@ def merge(
     parts: Sequence[tuple[Buffer, int]],
     settings: Settings,
     weight_of_all: int,
-) -> Tensor | None:
-    """Write the next version to `after`, and return the content of its object.
+) -> memoryview | None:
+    """Write the next version to `after`, and return the content of its object, which may be in its
+    memory.
 
     `parts`: contents and weights in the order of slots. Return None if the version would not be
     finite; `after` is then undefined.
@@ -107,62 +95,65 @@ def merge(
     optimizer = outer_optimizer(settings)
     if weight != weight_of_all and weight_of_all:
         optimizer = replace(optimizer, lr=optimizer.lr * (weight / weight_of_all))
-    delta = after.theta  # the step replaces the mean with the next Theta
-    mean = Mean(layout.shapes, delta)
-    for content, own in counted:
-        mean.add(content, own)
+    mean = Mean(layout.shapes, counted)
     steps = before.steps + bool(counted)
-    header = header_of(settings)
-    codec = codec_for(header.codec, header.block_size)
-    payload = torch.empty(HEADER_BYTES + codec.wire_bytes(layout.values), dtype=torch.uint8)
-    write_header(payload, header)
-    encoded = payload[HEADER_BYTES:].split(codec.wire_bytes(PIECE))
-    room = torch.empty(min(PIECE, layout.values), dtype=torch.float32)
-    largest = list[Tensor]()
-    for number, start in enumerate(range(0, layout.values, PIECE)):
+    version = _Version(settings, before.published, after.published)
+    squares = list[Tensor]()
+    for start in range(0, layout.values, PIECE):
         end = start + PIECE
         theta = after.theta[start:end]
         slots = [slot[start:end] for slot in after.slots]
         for slot, old in zip(slots, before.slots, strict=True):
             slot.copy_(old[start:end])
         if counted:
+            mean.read(start, theta)  # which the step replaces with the next Theta
             outer_step(optimizer, before.theta[start:end], theta, slots, count=steps)
         else:
             theta.copy_(before.theta[start:end])
-        largest += [torch.linalg.vector_norm(one, ord=torch.inf) for one in (theta, *slots)]
-        _publish(
-            codec,
-            theta,
-            published=before.published[start:end],
-            next_copy=after.published[start:end],
-            encoded=encoded[number],
-            room=room,
-        )
-    if not bool(torch.stack(largest).isfinite().all()):
+        squares += [torch.dot(values, values) for values in (theta, *slots)]
+        version.publish(theta, start)
+    is_finite = bool(torch.stack(squares).isfinite().all())  # far faster than each value
+    if not is_finite and not all(bool(one.isfinite().all()) for one in (after.theta, *after.slots)):
         return None
     after.complete(steps)
-    return payload
+    return after.copy_content() if version.is_copy else memory_of(version.payload)
 
 
-def _publish(
-    codec: Codec,
-    theta: Tensor,
-    *,
-    published: Tensor,
-    next_copy: Tensor,
-    encoded: Tensor,
-    room: Tensor,
-) -> None:
-    """Encode a piece of the next version, and write to `next_copy` what it makes of `published`."""
-    if codec.is_fp32:
-        codec.encode(theta, encoded)
-        next_copy.copy_(theta)
-        return
-    change = room[: theta.numel()]
-    torch.sub(theta, published, out=change)
-    codec.encode(change, encoded)
-    codec.decode(encoded, change)
-    torch.add(published, change, out=next_copy)
+class _Version:
+    """The content of a version, and what it makes of P."""
+
+    def __init__(self, settings: Settings, published: Tensor, next_copy: Tensor) -> None:
+        header = Header(settings.codec, settings.block_size)
+        self._codec = codec_for(header.codec, header.block_size)
+        self.is_copy = self._codec.is_fp32
+        """Whether the content is that of the next copy. It has no payload then."""
+        self._published = published
+        self._next_copy = next_copy
+        values = 0 if self.is_copy else published.numel()
+        size = HEADER_BYTES + self._codec.wire_bytes(values)
+        self.payload = torch.empty(size, dtype=torch.uint8)
+        write_header(self.payload, header)
+        self._room = torch.empty(min(PIECE, values), dtype=torch.float32)
+
+    def publish(self, theta: Tensor, start: int) -> None:
+        """Encode a piece of the version, which starts at a multiple of PIECE, and write the next P.
+
+        `theta`: the next one.
+        """
+        end = start + theta.numel()
+        next_copy = self._next_copy[start:end]
+        if self.is_copy:
+            next_copy.copy_(theta)
+            return
+        published = self._published[start:end]
+        encoded = self.payload[HEADER_BYTES:][
+            self._codec.wire_bytes(start) : self._codec.wire_bytes(end)
+        ]
+        change = self._room[: theta.numel()]
+        torch.sub(theta, published, out=change)
+        self._codec.encode(change, encoded)
+        self._codec.decode(encoded, change)
+        torch.add(published, change, out=next_copy)
 
 
 @torch.no_grad()

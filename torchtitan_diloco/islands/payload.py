@@ -11,8 +11,10 @@ P, Theta and versions are in the flat order of the whole fragment (layout.py). A
 pieces of a fixed number of values, so a range of them can be decoded alone.
 """
 
+import math
 import struct
 import threading
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,7 +25,7 @@ from torchtitan_diloco.diloco.codecs import Codec, build_codec
 from torchtitan_diloco.diloco.codecs.base import UNIT
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
-from torchtitan_diloco.islands.layout import Layout
+from torchtitan_diloco.islands.layout import Layout, Shapes
 from torchtitan_diloco.islands.rules.changes import CODECS
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.note import MOST_RANKS, Part
@@ -133,7 +135,7 @@ class Piece(NamedTuple):
     start: int
     """Index of the first value among those of the rank."""
     values: Tensor
-    """A scratch buffer: valid until the next piece."""
+    """To be read until the next piece: a scratch buffer, or the content itself."""
 
 
 def decode(content: Buffer, sizes: Sequence[int]) -> Iterator[Piece]:
@@ -141,16 +143,67 @@ def decode(content: Buffer, sizes: Sequence[int]) -> Iterator[Piece]:
 
     `sizes`: number of values of each rank. Raise a MalformedError if the content has another size.
     """
+    codec, shards = _shards_of(content, sizes)
+    room = torch.empty(min(PIECE, max(sizes, default=0)), dtype=torch.float32)
+    for rank, (size, shard) in enumerate(zip(sizes, shards, strict=True)):
+        for start, values in _decode_pieces(codec, shard, room, range(size)):
+            yield Piece(rank, start, values)
+
+
+def _shards_of(content: Buffer, sizes: Sequence[int]) -> tuple[Codec, Sequence[Tensor]]:
+    """Return the codec of a content, and the encoded values of each rank."""
     header = read_header(content)
     codec = codec_for(header.codec, header.block_size)
     shards = [codec.wire_bytes(size) for size in sizes]
     if len(sizes) != header.ranks or len(content) != HEADER_BYTES + sum(shards):
         raise MalformedError(f"it has {len(content)} bytes, of {header.ranks} ranks")
-    room = torch.empty(min(PIECE, max(sizes, default=0)), dtype=torch.float32)
-    payload = bytes_of(content)[HEADER_BYTES:]
-    for rank, (size, shard) in enumerate(zip(sizes, payload.split(shards), strict=True)):
-        for start, values in _decode_pieces(codec, shard, room, range(size)):
-            yield Piece(rank, start, values)
+    return codec, bytes_of(content)[HEADER_BYTES:].split(shards)
+
+
+class PartReader:
+    """Decodes a part in the order of the whole fragment, in one thread."""
+
+    def __init__(self, content: Buffer, shapes: Shapes) -> None:
+        """Raise a MalformedError if the content has another size."""
+        ranks = read_header(content).ranks
+        layout = Layout(shapes, ranks)
+        self._sizes = layout.sizes(ranks)
+        self._codec, self._shards = _shards_of(content, self._sizes)
+        self._spans = sorted(
+            ((span, rank) for rank in range(ranks) for span in layout.spans(ranks, rank)),
+            key=lambda pair: pair[0].whole,
+        )
+        self._room = torch.empty(0)
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Decode the values from an index of the whole fragment on."""
+        number = bisect_right(self._spans, start, key=lambda pair: pair[0].whole) - 1
+        while out.numel():
+            span, rank = self._spans[number]
+            offset = start - span.whole
+            part = out[: span.size - offset]
+            self._decode(rank, span.local + offset, part)
+            start += part.numel()
+            out = out[part.numel() :]
+            number += 1
+
+    def _decode(self, rank: int, start: int, out: Tensor) -> None:
+        """Decode the values of a rank from an index on, with those of whole units."""
+        codec = self._codec
+        end = start + out.numel()
+        first = start // UNIT * UNIT
+        last = min(self._sizes[rank], -(-end // UNIT) * UNIT)
+        encoded = self._shards[rank][codec.wire_bytes(first) : codec.wire_bytes(last)]
+        if encoded.data_ptr() % 4:  # codecs view bytes as words
+            encoded = encoded.clone()
+        if (first, last) == (start, end):
+            codec.decode(encoded, out)
+            return
+        if self._room.numel() < last - first:
+            self._room = torch.empty(last - first)
+        values = self._room[: last - first]
+        codec.decode(encoded, values)
+        out.copy_(values[start - first : end - first])
 
 
 # --- the bytes of a version that a rank needs -----------------------------------------------------
@@ -193,7 +246,7 @@ def cut_sizes(header: Header, layout: Layout, rank: int) -> list[int]:
 
 
 def decode_cut(encoded: Sequence[Tensor], header: Header, layout: Layout) -> Iterator[Tensor]:
-    """Yield the values of this rank in order, each time in the same memory.
+    """Yield the values of this rank in order, to be read until the next ones.
 
     `encoded`: what `cut` returns for it.
     """
@@ -215,6 +268,9 @@ def _decode_pieces(
         payload = payload.clone()
     encoded = payload.split(codec.wire_bytes(PIECE))
     for number, start in enumerate(range(places.start, places.stop, PIECE)):
+        if codec.is_fp32:
+            yield start, encoded[number].view(torch.float32)
+            continue
         values = room[: min(PIECE, places.stop - start)]
         codec.decode(encoded[number], values)
         yield start, values
@@ -228,8 +284,13 @@ def check_part(content: Buffer, part: Part, layout: Layout, block_size: int) -> 
     header = read_header(content)
     if header != Header(part.codec, block_size, part.ranks) or len(content) != part.size:
         raise MalformedError("its bytes differ from its note")
-    norms = [
-        torch.linalg.vector_norm(piece.values, dtype=torch.float64)
-        for piece in decode(content, layout.sizes(part.ranks))
-    ]
-    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+    pieces = decode(content, layout.sizes(part.ranks))
+    return math.sqrt(sum(_square(piece.values) for piece in pieces))
+
+
+def _square(values: Tensor) -> float:
+    """Return the sum of the squares of values, NaN or infinite if a value is."""
+    square = float(torch.dot(values, values))
+    if not math.isfinite(square):  # or too large for fp32, in which it is far faster
+        square = float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
+    return square

@@ -15,6 +15,7 @@ during a call of the store or arithmetic. What belongs to one time of leading is
 results of an earlier one are dropped with it.
 """
 
+import math
 import secrets
 import signal
 import threading
@@ -76,8 +77,9 @@ from torchtitan_diloco.store.large import owner_of
 
 TICK, BUSY = 0.02, 3.0
 """Seconds between two ticks of the rules without an event, and multiple of the time of a tick."""
-NOTE_SECONDS = 0.1
-"""Minimum seconds between two readings of a note, however often its island writes it."""
+NOTE_SECONDS, NOTE_BURST = 0.04, 1.0
+"""Minimum average of the seconds between two readings of a note, however often its island writes
+it, and the time over which the average is taken."""
 MOST_LISTED = 2000
 """Maximum number of notes, foundings or changes that are listed."""
 SWEEP_SECONDS = 60.0
@@ -195,7 +197,8 @@ class Term:
             run, self._fragments, self._deliver, self._sleep, self._supersede
         )
         self._tags = dict[str, tuple[int, str]]()  # size and tag of notes as they were read
-        self._read_at = dict[str, float]()
+        self._due_at = dict[str, float]()
+        """Times before which notes are not read again."""
         self._read_once = set[str]()  # foundings
         self._has_read_changes = False
         self._said = 0
@@ -363,21 +366,26 @@ class Term:
             is_founded = self.machine.state is not None and self.machine.state.is_founded
         self._tags = {name: tag for name, tag in self._tags.items() if name in found}
         now = time.monotonic()
-        self._read_at = {name: at for name, at in self._read_at.items() if name in found}
+        read = dict[str, bytes | None]()
+        self._due_at = {name: at for name, at in self._due_at.items() if name in found}
         for name in chosen:
-            incarnation = incarnation_of(name)
             is_new = found[name] != self._tags.get(name)
-            is_due = now - self._read_at.get(name, -NOTE_SECONDS) >= NOTE_SECONDS
-            if incarnation is None or not is_new or not is_due or found[name][0] > MOST_NOTE:
-                continue
-            self._read_at[name] = now
-            raw = self._read(name)
-            self._tags[name] = found[name]
-            if raw is not None:
-                self._deliver(partial(Syncer.on_note, incarnation=incarnation, raw=raw))
+            due_at = self._due_at.get(name, -math.inf)
+            if is_new and due_at <= now and found[name][0] <= MOST_NOTE:
+                self._due_at[name] = max(due_at, now - NOTE_BURST) + NOTE_SECONDS
+                read[name] = self._read(name)
+
+        def pass_notes(machine: Syncer) -> None:
+            for name, raw in read.items():
+                incarnation = incarnation_of(name)
+                if raw is not None and incarnation is not None:
+                    machine.on_note(incarnation, raw)
+            machine.on_poll(time.monotonic())
+
         if not is_founded:
             self._read_foundings()
-        self._deliver(partial(Syncer.on_poll, now=time.monotonic()))
+        self._deliver(pass_notes)  # at once: a round does not wait for islands that are unheard
+        self._tags |= {name: found[name] for name in read}
 
     def _list_notes(self) -> list[Entry]:
         """List the notes, the newest first. If they are too many, such as a million of one login,

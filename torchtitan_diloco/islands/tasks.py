@@ -17,7 +17,7 @@ from torchtitan_diloco.islands.merging import (
     read_copy,
     read_outer,
 )
-from torchtitan_diloco.islands.payload import HEADER_BYTES, check_part, memory_of
+from torchtitan_diloco.islands.payload import HEADER_BYTES, check_part
 from torchtitan_diloco.islands.rules.decision import Decision, Fate
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.founding import WentBackError
@@ -47,12 +47,15 @@ from torchtitan_diloco.islands.rules.settings import Settings
 from torchtitan_diloco.islands.rules.syncer import Syncer
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.scratch import FragmentState, Scratch
+from torchtitan_diloco.islands.spares import Spares
 from torchtitan_diloco.store import AwayError, DamagedError, FullError
 
 LOOKS, LOOK_SECONDS = 10, 0.3
 """Number of attempts to find an object that is not visible yet, and the seconds between them."""
 AGAIN_SECONDS = 1.0
 """Seconds after which a failed transfer is repeated."""
+SPARE_PARTS = 8
+"""Number of parts whose memory is kept for other parts."""
 SPARE_BYTES = 4096
 """Bytes of an object in addition to its values."""
 
@@ -98,10 +101,11 @@ class FragmentTasks:
         self._merged = dict[int, FragmentState]()
         """States of versions that do not count yet."""
         self._versions = dict[int, int]()  # of the newest state of each fragment
-        self._parts = dict[tuple[str, Part], bytearray]()
-        self._contents = dict[tuple[str, int, int], tuple[memoryview, FragmentState | None]]()
-        """Contents to upload by kind, fragment and version, with the state whose memory they
-        are."""
+        self._parts = dict[tuple[str, Part], memoryview]()
+        self._spares = Spares(SPARE_PARTS)
+        self._contents = dict[tuple[str, int, int], tuple[memoryview, FragmentState]]()
+        """Contents to upload by kind, fragment and version, with the state of the version, whose
+        memory they may be."""
 
     def open(self, run: str, shapes: list[Shapes], settings: Settings) -> Scratch:
         """Open the scratch folder of a run."""
@@ -235,7 +239,13 @@ class FragmentTasks:
 
     # --- merge ------------------------------------------------------------------------------------
 
-    def keep_part(self, incarnation: str, part: Part, content: bytearray) -> None:
+    def memory_for(self, part: Part) -> memoryview:
+        """Return memory for a part, as far as the size that its note declares is possible."""
+        most = SPARE_BYTES + 4 * self.layout(part.fragment).values
+        return self._spares.take(min(part.size, most))
+
+    def keep_part(self, incarnation: str, part: Part, content: memoryview) -> None:
+        """`content`: in memory from `memory_for`."""
         with self._lock:
             self._parts[incarnation, part] = content
 
@@ -243,7 +253,7 @@ class FragmentTasks:
         """Forget all parts except those that wait or are being merged."""
         with self._lock:
             for key in [key for key in self._parts if key not in needed]:
-                del self._parts[key]
+                self._spares.give(self._parts.pop(key))
 
     def _merge(self, job: Merge) -> None:
         fragment = job.fragment
@@ -253,10 +263,10 @@ class FragmentTasks:
         after = scratch.take(fragment)
         with self._lock:
             parts = [(self._parts[one.incarnation, one.part], one.part.weight) for one in job.parts]
-        payload = merge(
+        content = merge(
             before, after, self.layout(fragment), parts, self.settings(), job.weight_of_all
         )
-        if payload is None:
+        if content is None:
             scratch.release(after)
             self._deliver(lambda machine: machine.on_merged(fragment, job.version, None))
             return
@@ -264,8 +274,9 @@ class FragmentTasks:
         scratch.keep(after, fragment, job.version)
         self._merged[fragment] = after
         self._versions[fragment] = job.version
+        scratch.hold(after)
         with self._lock:
-            self._contents[VERSION, fragment, job.version] = memory_of(payload), None
+            self._contents[VERSION, fragment, job.version] = content, after
         self._deliver(lambda machine: machine.on_merged(fragment, job.version, checksum))
 
     def _settle(self, job: Settle) -> None:
@@ -295,8 +306,7 @@ class FragmentTasks:
     def forget_content(self, stored: Object) -> None:
         with self._lock:
             _, state = self._contents.pop((stored.kind, stored.fragment, stored.version))
-        if state is not None:
-            self.scratch.release(state)
+        self.scratch.release(state)
 
 
 def _state_of(machine: Syncer) -> Decision:
@@ -325,11 +335,12 @@ class TransferTasks:
         """Fetch a part and judge its bytes."""
         part = job.part
         name = part_name(job.incarnation, part.fragment, part.number)
+        memory = self._fragments.memory_for(part)
         found: float | Fate = Fate.UNREADABLE
         try:
             for _ in range(LOOKS):
                 content = patiently(
-                    self._run, lambda: self._run.large.get(name, part.size), self._sleep
+                    self._run, lambda: self._run.large.get(name, into=memory), self._sleep
                 )
                 if content is not None:
                     found = self._judge(job, content)
@@ -339,7 +350,7 @@ class TransferTasks:
             pass
         self._deliver(lambda machine: machine.on_part(job.incarnation, part, found))
 
-    def _judge(self, job: Fetch, content: bytearray) -> float | Fate:
+    def _judge(self, job: Fetch, content: memoryview) -> float | Fate:
         part = job.part
         layout = self._fragments.layout(part.fragment)
         try:

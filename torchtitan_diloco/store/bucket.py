@@ -17,7 +17,15 @@ from torchtitan_diloco.store.errors import (
     StoreError,
 )
 from torchtitan_diloco.store.join_file import JoinFile, check_endpoint, kind_of
-from torchtitan_diloco.store.store import MOST_RAW_BYTES, Backend, Kind, Listed, Raw
+from torchtitan_diloco.store.store import (
+    MOST_RAW_BYTES,
+    SEAL_BYTES,
+    Backend,
+    Kind,
+    Listed,
+    Raw,
+    Sealed,
+)
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore, RetryConfig
@@ -108,27 +116,27 @@ class Bucket(Backend):
             reason = str(error).partition("\n")[0]
             raise RefusedError(f"{self.location}: {reason}; {self._login_remedy}") from error
 
-    def create(self, name: str, content: bytes, *, large: bool) -> bool:
+    def create(self, name: str, content: Sealed, *, large: bool, durable: bool) -> bool:  # noqa: ARG002
         try:
-            obstore.put(self._chosen(large), name, content, mode="create")
+            obstore.put(self._chosen(large), name, content.whole, mode="create")
         except AlreadyExistsError:
             stored = self.get(name, large=large)
             if stored is None:  # deleted meanwhile, or another writer is about to create it
                 raise PassingError("another writer is writing it") from None
-            return stored.content == content
+            return stored.sealed == content
         except NotImplementedError as error:
             raise self._without_conditions() from error
         except (BaseError, OSError) as error:
             raise self._explained("create", name, error) from error
         return True
 
-    def replace(self, name: str, content: bytes, *, large: bool, durable: bool) -> None:  # noqa: ARG002
+    def replace(self, name: str, content: Sealed, *, large: bool, durable: bool) -> None:  # noqa: ARG002
         try:
-            obstore.put(self._chosen(large), name, content, use_multipart=False)
+            obstore.put(self._chosen(large), name, content.whole, use_multipart=False)
         except (BaseError, OSError) as error:
             raise self._explained("replace", name, error) from error
 
-    def get(self, name: str, *, large: bool) -> Raw | None:
+    def get(self, name: str, *, large: bool, into: memoryview | None = None) -> Raw | None:
         try:
             answer = obstore.get(self._chosen(large), name)
             if (size := answer.meta["size"]) > MOST_RAW_BYTES:
@@ -136,7 +144,13 @@ class Bucket(Backend):
                     f"{self.location}: {name} has {size} bytes, and objects of "
                     f"a store have at most {MOST_RAW_BYTES}; delete it"
                 )
-            return Raw(bytes(answer.bytes()), answer.meta["last_modified"].timestamp())
+            modified = answer.meta["last_modified"].timestamp()
+            stored = answer.bytes()
+            if into is None or len(stored) != len(into) + SEAL_BYTES:
+                return Raw(Sealed.split(bytes(stored)), modified)
+            view = memoryview(stored)
+            into[:] = view[:-SEAL_BYTES]
+            return Raw(Sealed(into, bytes(view[-SEAL_BYTES:])), modified)
         except FileNotFoundError as error:
             if _says(error, NO_BUCKET) or self._is_other_server(str(error)):
                 raise self._explained("get", name, error) from error

@@ -12,7 +12,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from itertools import islice
@@ -26,7 +26,16 @@ from torchtitan_diloco.store.errors import (
     StoreError,
 )
 from torchtitan_diloco.store.names import is_segment
-from torchtitan_diloco.store.store import MOST_RAW_BYTES, Backend, Kind, Listed, Raw
+from torchtitan_diloco.store.store import (
+    MOST_RAW_BYTES,
+    SEAL_BYTES,
+    Backend,
+    Buffer,
+    Kind,
+    Listed,
+    Raw,
+    Sealed,
+)
 
 TEMPORARY = ".tmp"
 MARKER = ".store-id"
@@ -69,18 +78,19 @@ class Folder(Backend):
         except PassingError as error:
             raise RefusedError(f"{path}: {error}; give another folder") from error
 
-    def create(self, name: str, content: bytes, *, large: bool) -> bool:
+    def create(self, name: str, content: Sealed, *, large: bool, durable: bool) -> bool:
         with self._explain():
             path = self.path / name
-            if self._create_file(path, content):
+            if self._create_file(path, content, durable=durable):
                 return True
             stored = self.get(name, large=large)
             if stored is None:
                 raise PassingError("it was deleted in the meantime")
-            _flush_folder(path.parent)  # whoever has linked it may be dead
-            return stored.content == content
+            if durable:
+                _flush_folder(path.parent)  # whoever has linked it may be dead
+            return stored.sealed == content
 
-    def replace(self, name: str, content: bytes, *, large: bool, durable: bool) -> None:  # noqa: ARG002
+    def replace(self, name: str, content: Sealed, *, large: bool, durable: bool) -> None:  # noqa: ARG002
         with self._explain():
             path = self.path / name
             with self._temporary(path, content, durable=durable) as temporary:
@@ -88,14 +98,18 @@ class Folder(Backend):
             if durable:
                 _flush_folder(path.parent)
 
-    def get(self, name: str, *, large: bool) -> Raw | None:  # noqa: ARG002
+    def get(self, name: str, *, large: bool, into: memoryview | None = None) -> Raw | None:  # noqa: ARG002
         with self._explain():
             try:
                 with (self.path / name).open("rb", buffering=0) as file:
                     status = os.fstat(file.fileno())
                     if status.st_size > MOST_RAW_BYTES:
                         raise _too_large(self.location, name, status.st_size)
-                    return Raw(file.read(), status.st_mtime)
+                    if into is None or status.st_size != len(into) + SEAL_BYTES:
+                        return Raw(Sealed.split(file.read()), status.st_mtime)
+                    sealed = Sealed(into, bytearray(SEAL_BYTES))
+                    _transfer(os.readv, file, sealed)
+                    return Raw(sealed, status.st_mtime)
             except FileNotFoundError:
                 self._check_identity()
                 return None
@@ -138,26 +152,26 @@ class Folder(Backend):
 
     # --- files ------------------------------------------------------------------------------------
 
-    def _create_file(self, path: Path, content: bytes) -> bool:
+    def _create_file(self, path: Path, content: Sealed, *, durable: bool = True) -> bool:
         """Create a file, or return False if it exists."""
         while not path.exists():
-            with self._temporary(path, content) as temporary:
+            with self._temporary(path, content, durable=durable) as temporary:
                 if not self._link(temporary, path):
                     continue  # another writer was faster
-            _flush_folder(path.parent)
+            if durable:
+                _flush_folder(path.parent)
             return True
         return False
 
     @contextmanager
-    def _temporary(self, path: Path, content: bytes, *, durable: bool = True) -> Iterator[Path]:
-        """Write a file beside an object, flush it, and delete it at the end."""
+    def _temporary(self, path: Path, content: Sealed, *, durable: bool) -> Iterator[Path]:
+        """Write a file beside an object, flush it if it must be durable, and delete it at the
+        end."""
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
         self._check_identity()
         try:
             with self._open(temporary) as file:
-                unwritten = memoryview(content)
-                while unwritten:
-                    unwritten = unwritten[file.write(unwritten) :]
+                _transfer(os.writev, file, content)
                 if durable:
                     os.fsync(file.fileno())
             yield temporary
@@ -225,7 +239,7 @@ class Folder(Backend):
         path = self.path / MARKER
         with self._explain():
             if make:
-                self._create_file(path, secrets.token_hex(16).encode())
+                self._create_file(path, Sealed(secrets.token_hex(16).encode(), b""))
             with suppress(FileNotFoundError):
                 return path.read_bytes()
         return b""
@@ -267,6 +281,18 @@ def _too_large(location: str, name: str, size: int) -> StoreError:
         f"{location}: {name} has {size} bytes, and objects of a store have at "
         f"most {MOST_RAW_BYTES}; delete it"
     )
+
+
+def _transfer(
+    call: Callable[[int, Sequence[Buffer]], int], file: FileIO, buffers: Sequence[Buffer]
+) -> None:
+    """Call `readv` or `writev` until all buffers are read or written, or the file ends."""
+    left = [memoryview(buffer) for buffer in buffers if len(buffer)]
+    while left and (count := call(file.fileno(), left)):
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
 
 
 def _identity(path: Path) -> tuple[int, int]:

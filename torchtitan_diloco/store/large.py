@@ -9,7 +9,6 @@ decides whose content it is. `resume` continues an interrupted attempt.
 import hashlib
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -18,8 +17,9 @@ from typing import Annotated, TypeVar, overload
 
 import msgspec
 
+from torchtitan_diloco.base.untrusted import decode_json
 from torchtitan_diloco.store.errors import DamagedError, StoreError
-from torchtitan_diloco.store.store import MOST_BYTES, Entry, Store, checksum
+from torchtitan_diloco.store.store import MOST_BYTES, Buffer, Entry, Store, checksum
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -62,16 +62,16 @@ class LargeObjects:
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="store")
 
     def create(
-        self, name: str, content: bytes | bytearray | memoryview, *, resume: bool = False
+        self, name: str, content: Buffer, *, resume: bool = False, durable: bool = True
     ) -> bool:
         """Store an object that does not exist, and return whether it holds this content now.
 
         `resume`: first list the chunks that an earlier attempt has stored, and send only the
-        others.
+        others. `durable`: whether it must survive a power cut once this returns.
         """
         view = memoryview(content).cast("B")
         if len(view) < self._chunk_bytes:
-            return self._store.create(name, b"".join((_WHOLE, view)))
+            return self._store.create(name, b"".join((_WHOLE, view)), durable=durable)
         if len(view) > MOST_CHUNKS * self._chunk_bytes:
             raise StoreError(f"{name}: its {len(view)} bytes do not fit into {MOST_CHUNKS} chunks")
         pieces = [
@@ -88,7 +88,7 @@ class LargeObjects:
             piece = pieces[number]
             if stored.get(names[number]) == len(piece):
                 return
-            if not self._store.create(names[number], piece, checksums[number]):
+            if not self._store.create(names[number], piece, checksums[number], durable=durable):
                 raise DamagedError(
                     f"{self._store.location}: the bytes of {names[number]} do not "
                     "match the hash in its name; delete it"
@@ -97,7 +97,7 @@ class LargeObjects:
 
         self._map(store_chunk, range(len(pieces)))
         head = _Head(size=len(view), chunk_bytes=self._chunk_bytes, root=root)
-        if self._store.create(name, _CUT + msgspec.json.encode(head)):
+        if self._store.create(name, _CUT + msgspec.json.encode(head), durable=durable):
             return True
         self._map(self._store.delete, names)  # nobody reads them
         return False
@@ -115,8 +115,9 @@ class LargeObjects:
 
         `most`: maximum size that the reader accepts, whatever the writer declares. `into`: bytes in
         place of new memory, which must have room for the content; the part with the content is
-        returned. After an error, other bytes may be in it, but no more are written. Raises
-        DamagedError if the content is larger, or a part of it is missing, truncated or altered.
+        returned. After an error, the memory must not be used for anything else, because a chunk
+        that is under way may still be written to it. Raises DamagedError if the content is larger,
+        or a part of it is missing, truncated or altered.
         """
         most = len(into) if into is not None else most
         head = self._head(name)
@@ -139,29 +140,19 @@ class LargeObjects:
     def _fetch(self, name: str, head: _Head, content: memoryview) -> bool:
         """Fetch the chunks of a content, or return False if it is deleted meanwhile."""
         names = head.names(name)
-        checksums = [b""] * len(names)
-        lock = threading.Lock()
-        given_up = False
 
-        def fetch_chunk(number: int) -> None:
-            chunk = self._store.get(names[number], large=True)
+        def fetch_chunk(number: int) -> bytes:
             room = content[number * head.chunk_bytes :][: head.chunk_bytes]
-            place = f"{self._store.location}: chunk {number + 1} of {len(names)} of {name}"
-            if chunk is None:
+            digest = self._store.get_into(names[number], room)
+            if digest is None:
+                place = f"{self._store.location}: chunk {number + 1} of {len(names)} of {name}"
                 raise _MissingError(f"{place} is missing")
-            if len(chunk.content) != len(room):
-                raise DamagedError(f"{place} has {len(chunk.content)} bytes, not {len(room)}")
-            with lock:  # a chunk under way may arrive after this has failed
-                if not given_up:
-                    room[:] = chunk.content
-            checksums[number] = chunk.checksum
+            return digest
 
         try:
-            self._map(fetch_chunk, range(len(names)))
-        except BaseException as error:
-            with lock:
-                given_up = True
-            if isinstance(error, _MissingError) and self._store.get(name) is None:
+            checksums = self._map(fetch_chunk, range(len(names)))
+        except _MissingError:
+            if self._store.get(name) is None:
                 return False
             raise
         if _root_of(checksums) != head.root:
@@ -198,7 +189,7 @@ class LargeObjects:
         if stored.content.startswith(_WHOLE):
             return memoryview(stored.content)[1:]
         try:
-            head = msgspec.json.decode(stored.content[1:], type=_Head)
+            head = decode_json(stored.content[1:], _Head)
             if not (
                 0 < head.chunk_bytes <= min(head.size, CHUNK_BYTES)
                 and head.size <= MOST_CHUNKS * head.chunk_bytes

@@ -1,23 +1,23 @@
 """The verbs of a store, over a backend: names, checksums, retries."""
 
 import copy
-import hashlib
 import secrets
 import threading
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torchtitan_diloco.store.attempts import Attempts
 from torchtitan_diloco.store.errors import DamagedError, RefusedError, StoreError
 from torchtitan_diloco.store.names import check_name, check_prefix
 
 _MARK = b"tds1"
-_CHECKSUM_BYTES = 16
+_CHECKSUM_BYTES = 4
 SEAL_BYTES = _CHECKSUM_BYTES + len(_MARK)
 """Bytes of the checksum and the mark with which a stored content ends."""
 MOST_BYTES = 2**22
@@ -43,10 +43,31 @@ class Kind(StrEnum):
     """A bucket of a provider: each call costs money, and of one name one write a second is safe."""
 
 
-class Raw(NamedTuple):
-    """A sealed content."""
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
-    content: bytes
+
+class Sealed(NamedTuple):
+    """A content and its seal, which are stored one after the other."""
+
+    content: Buffer
+    seal: Buffer
+    """Checksum of the content, and a mark."""
+
+    @classmethod
+    def split(cls, raw: bytes) -> "Sealed":
+        """Split the bytes of a stored object."""
+        end = max(0, len(raw) - SEAL_BYTES)
+        return cls(raw[:end], raw[end:])
+
+    @property
+    def whole(self) -> bytes:
+        return b"".join(self)
+
+
+class Raw(NamedTuple):
+    """What a backend has stored."""
+
+    sealed: Sealed
     modified: float
     """Time at which it was written, in seconds since 1970, on the clock of the store."""
 
@@ -63,7 +84,6 @@ class Found(NamedTuple):
     age: float
     """Seconds since it was written, according to the store. A newer copy may exist: a shared file
     system may show a reader an older content for some seconds."""
-    checksum: bytes
 
 
 class Entry(NamedTuple):
@@ -80,9 +100,9 @@ class Backend(ABC):
     """Backend that stores sealed contents. Each method is one attempt; any thread may call it.
 
     `large`: the content may have some MB, and takes up to a minute. Other attempts fail after two
-    seconds without an answer, because another one may be faster. A temporary failure raises
-    PassingError, and any other StoreError. A content above `MOST_RAW_BYTES` is not read:
-    DamagedError.
+    seconds without an answer, because another one may be faster. `durable`: whether the content
+    must survive a power cut once the method returns. A temporary failure raises PassingError, and
+    any other StoreError. A content above `MOST_RAW_BYTES` is not read: DamagedError.
     """
 
     location: str
@@ -92,15 +112,16 @@ class Backend(ABC):
     """Prefix below which this login may write, if it has one only."""
 
     @abstractmethod
-    def create(self, name: str, content: bytes, *, large: bool) -> bool:
+    def create(self, name: str, content: Sealed, *, large: bool, durable: bool) -> bool:
         """Return whether the object holds this content now."""
 
     @abstractmethod
-    def replace(self, name: str, content: bytes, *, large: bool, durable: bool) -> None:
-        """`durable`: whether the content must survive a power cut once this returns."""
+    def replace(self, name: str, content: Sealed, *, large: bool, durable: bool) -> None: ...
 
     @abstractmethod
-    def get(self, name: str, *, large: bool) -> Raw | None: ...
+    def get(self, name: str, *, large: bool, into: memoryview | None = None) -> Raw | None:
+        """`into`: where to write a content of exactly this size. One of another size is returned
+        in memory of its own."""
 
     @abstractmethod
     def list(self, prefix: str, after: str, most: int | None) -> list[Listed]:
@@ -138,29 +159,34 @@ class Store:
         other._attempts = self._attempts.with_patience(seconds)
         return other
 
-    def create(self, name: str, content: bytes | memoryview, known: bytes = b"") -> bool:
+    def create(
+        self, name: str, content: Buffer, known: bytes = b"", *, durable: bool = True
+    ) -> bool:
         """Store an object that does not exist, and return whether it holds this content now.
 
-        `known`: the `checksum` of the content, if it was computed before.
+        `known`: the `checksum` of the content, if it was computed before. `durable`: see `replace`.
         """
-        raw = self._sealed(name, content, known)
+        sealed = self._sealed(name, content, known)
         large = len(content) > SMALL_BYTES
         return self._attempts.run(
-            "create", name, lambda: self.backend.create(name, raw, large=large), large=large
+            "create",
+            name,
+            lambda: self.backend.create(name, sealed, large=large, durable=durable),
+            large=large,
         )
 
-    def replace(self, name: str, content: bytes | memoryview, *, durable: bool = True) -> None:
+    def replace(self, name: str, content: Buffer, *, durable: bool = True) -> None:
         """Store an object, whether or not it exists.
 
         `durable`: whether it must survive a power cut once this returns. A note that is replaced
         every second need not: a folder then does without two flushes of the disk.
         """
-        raw = self._sealed(name, content)
+        sealed = self._sealed(name, content)
         large = len(content) > SMALL_BYTES
         self._attempts.run(
             "replace",
             name,
-            lambda: self.backend.replace(name, raw, large=large, durable=durable),
+            lambda: self.backend.replace(name, sealed, large=large, durable=durable),
             large=large,
         )
 
@@ -175,8 +201,23 @@ class Store:
         )
         if raw is None:
             return None
-        content, digest = unseal(f"{self.location}: {name}", raw.content)
-        return Found(content, age=self._age(raw.modified), checksum=digest)
+        unseal(f"{self.location}: {name}", raw.sealed)
+        return Found(bytes(raw.sealed.content), age=self._age(raw.modified))
+
+    def get_into(self, name: str, room: memoryview) -> bytes | None:
+        """Write a content to memory of exactly its size, which may be some MB, and return its
+        checksum, or None if there is none. After an error, anything may be in the memory."""
+        check_name(name)
+        raw = self._attempts.run(
+            "get", name, lambda: self.backend.get(name, large=True, into=room), large=True
+        )
+        if raw is None:
+            return None
+        place = f"{self.location}: {name}"
+        digest = unseal(place, raw.sealed)
+        if len(raw.sealed.content) != len(room):
+            raise DamagedError(f"{place} has {len(raw.sealed.content)} bytes, not {len(room)}")
+        return digest
 
     def list(self, prefix: str, after: str = "", most: int | None = None) -> list[Entry]:
         """Return the sorted objects whose names start with `prefix` and follow `after`.
@@ -241,8 +282,13 @@ class Store:
         raw = self._attempts.run("get", name, lambda: self.backend.get(name, large=False))
         now = time.time()
         self.delete(name)
-        stored = unseal(f"{self.location}: {name}", raw.content)[0] if raw else b""
-        if raw is None or sum(created) != 1 or stored != race.contents[created.index(True)]:
+        if raw is not None:
+            unseal(f"{self.location}: {name}", raw.sealed)
+        if (
+            raw is None
+            or sum(created) != 1
+            or raw.sealed.content != race.contents[created.index(True)]
+        ):
             raise RefusedError(
                 f"{self.location}: a second writer could create an object that "
                 "already exists, so two syncers could decide at the same time; use a "
@@ -250,13 +296,13 @@ class Store:
             )
         return raw.modified - now
 
-    def _sealed(self, name: str, content: bytes | memoryview, known: bytes = b"") -> bytes:
+    def _sealed(self, name: str, content: Buffer, known: bytes = b"") -> Sealed:
         check_name(name)
         if len(content) > MOST_BYTES:
             raise StoreError(
                 f"{name}: its {len(content)} bytes are more than {MOST_BYTES}: split it into chunks"
             )
-        return seal(content, known or checksum(content))
+        return seal(content, known)
 
     def _age(self, modified: float) -> float:
         return max(0.0, self._now() - modified)
@@ -282,21 +328,28 @@ class _Race:
 # --- the seal: checksum and mark at the end of a stored content -----------------------------------
 
 
-def checksum(content: bytes | memoryview) -> bytes:
-    return hashlib.sha256(content).digest()[:_CHECKSUM_BYTES]
+def checksum(content: Buffer) -> bytes:
+    """Return the CRC-32 of a content.
+
+    It detects damage, and nobody else's intentions: who may write an object can seal anything. A
+    cryptographic hash would take longer than everything else that is done with a content.
+    """
+    return zlib.crc32(content).to_bytes(_CHECKSUM_BYTES, "little")
 
 
-def seal(content: bytes | memoryview, digest: bytes) -> bytes:
-    """Return a content with its checksum `digest` at the end."""
-    return b"".join((content, digest, _MARK))
+def seal(content: Buffer, known: bytes = b"") -> Sealed:
+    """Return a content with its checksum, which may be known."""
+    return Sealed(content, (known or checksum(content)) + _MARK)
 
 
-def unseal(place: str, raw: bytes) -> tuple[bytes, bytes]:
-    """Return a content and its checksum. Raise a DamagedError that names its location."""
-    if len(raw) < SEAL_BYTES or raw[-len(_MARK) :] != _MARK:
-        raise DamagedError(f"{place} is truncated: its {len(raw)} bytes do not end with a checksum")
-    content = raw[:-SEAL_BYTES]
-    expected = raw[-SEAL_BYTES : -len(_MARK)]
-    if checksum(content) != expected:
+def unseal(place: str, sealed: Sealed) -> bytes:
+    """Check a content, and return its checksum. Raise a DamagedError that names its location."""
+    content = sealed.content
+    found = bytes(sealed.seal)
+    if len(found) < SEAL_BYTES or not found.endswith(_MARK):
+        size = len(content) + len(found)
+        raise DamagedError(f"{place} is truncated: its {size} bytes do not end with a checksum")
+    digest = checksum(content)
+    if found[:_CHECKSUM_BYTES] != digest:
         raise DamagedError(f"{place} was altered: the checksum of its {len(content)} bytes differs")
-    return content, expected
+    return digest
