@@ -18,12 +18,12 @@ from tests.islands.audit import audited
 from tests.islands.test_bucket_server import SITE, Serving, serving
 from tests.islands.trainees import SAMPLES, TOKENS, Trainee, trained
 from tests.ports import free_port
+from torchtitan_diloco.islands.heard import MOST_LISTED
 from torchtitan_diloco.islands.payload import Header, encode, memory_of
 from torchtitan_diloco.islands.rules.decision import Fate
 from torchtitan_diloco.islands.rules.names import ISLAND, part_name
 from torchtitan_diloco.islands.rules.note import Note, Part, encode_note
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.islands.syncing import MOST_LISTED
 from torchtitan_diloco.store import StoreError, open_store
 from torchtitan_diloco.store.store import MOST_BYTES
 

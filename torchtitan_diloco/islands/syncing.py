@@ -3,7 +3,8 @@
 | thread | task |
 |---|---|
 | the one that calls `lead` | asks the rules what to do, each time something has happened |
-| poll | reads notes, changes and foundings |
+| poll | reads the notes of the owners of slots |
+| look | lists the notes of others, changes and foundings |
 | commit | creates decisions; does nothing else, so nothing delays it |
 | work, one per core | loads, merges and encodes, the jobs of a fragment in order |
 | transfer | fetches and uploads, of each login and kind one at a time |
@@ -15,12 +16,12 @@ during a call of the store or arithmetic. What belongs to one time of leading is
 results of an earlier one are dropped with it.
 """
 
-import math
 import secrets
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,11 +29,11 @@ from queue import SimpleQueue
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.process import STOP_SIGNALS
 from torchtitan_diloco.islands.config import check_may_decide
+from torchtitan_diloco.islands.heard import Heard
 from torchtitan_diloco.islands.lanes import Lanes
 from torchtitan_diloco.islands.rules.commit import CallFailedError, Outcome, StandBy, commit
 from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.fields import MalformedError
-from torchtitan_diloco.islands.rules.founding import MOST_FOUNDING
 from torchtitan_diloco.islands.rules.jobs import (
     Adopt,
     Commit,
@@ -46,7 +47,6 @@ from torchtitan_diloco.islands.rules.jobs import (
     Upload,
 )
 from torchtitan_diloco.islands.rules.names import (
-    CHANGE,
     COPY,
     FOUND,
     ISLAND,
@@ -54,11 +54,8 @@ from torchtitan_diloco.islands.rules.names import (
     PART,
     RUN,
     VERSION,
-    founding_name,
-    incarnation_of,
     login_of,
 )
-from torchtitan_diloco.islands.rules.note import MOST_NOTE
 from torchtitan_diloco.islands.rules.presence import SILENT
 from torchtitan_diloco.islands.rules.settings import RATES
 from torchtitan_diloco.islands.rules.syncer import Syncer
@@ -72,16 +69,13 @@ from torchtitan_diloco.islands.scratch import (
 )
 from torchtitan_diloco.islands.tasks import FragmentTasks, OverError, Result, TransferTasks
 from torchtitan_diloco.islands.waiting import Waiting
-from torchtitan_diloco.store import AwayError, DamagedError, Entry
+from torchtitan_diloco.store import AwayError
 from torchtitan_diloco.store.large import owner_of
 
 TICK, BUSY = 0.02, 3.0
 """Seconds between two ticks of the rules without an event, and multiple of the time of a tick."""
-NOTE_SECONDS, NOTE_BURST = 0.04, 1.0
-"""Minimum average of the seconds between two readings of a note, however often its island writes
-it, and the time over which the average is taken."""
-MOST_LISTED = 2000
-"""Maximum number of notes, foundings or changes that are listed."""
+LOOK_SECONDS = 0.1
+"""Minimum seconds between two lists of notes and changes."""
 SWEEP_SECONDS = 60.0
 STOP_SECONDS = 15.0
 """Time after `stop` for publishing what is being merged. The store may be gone for good."""
@@ -196,11 +190,7 @@ class Term:
         self._transfers = TransferTasks(
             run, self._fragments, self._deliver, self._sleep, self._supersede
         )
-        self._tags = dict[str, tuple[int, str]]()  # size and tag of notes as they were read
-        self._due_at = dict[str, float]()
-        """Times before which notes are not read again."""
-        self._read_once = set[str]()  # foundings
-        self._has_read_changes = False
+        self._heard = Heard(run, self._ask, self._deliver)
         self._said = 0
         """Number of lines of the machine that were said."""
 
@@ -213,6 +203,7 @@ class Term:
             threading.Thread(target=self._guard, args=(body,), name=f"syncer-{name}", daemon=True)
             for name, body in {
                 "poll": self._poll,
+                "look": self._look,
                 "commit": self._commit,
                 "sweep": self._sweep,
             }.items()
@@ -267,6 +258,11 @@ class Term:
         self._happened.set()
         return result
 
+    def _ask(self, call: Callable[[Syncer], Result], /) -> Result:
+        """Call a function that only reads the machine, and return its result."""
+        with self._lock:
+            return call(self.machine)
+
     # --- decide -----------------------------------------------------------------------------------
 
     def _tick(self) -> None:
@@ -309,7 +305,7 @@ class Term:
         decision, state = self.machine.committed, self.machine.state
         if self._stays or decision is None or state is None or not decision.ended:
             return False
-        if not self._has_read_changes or state.settings != decision.settings:
+        if not self._heard.has_read_changes or state.settings != decision.settings:
             return False  # it may be longer now
         silences = (self.machine.presence.silence(owner) for owner in decision.owners())
         return all(silence > SILENT for silence in silences)
@@ -345,89 +341,30 @@ class Term:
     # --- read -------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
+        """Read what those that train say. It must not take longer if others write thousands of
+        notes, which takes seconds to list on some servers."""
         while True:
-            seconds = RATES[self._run.store.kind].poll_seconds
-            try:
-                self._read_notes()
-                self._read_changes()
-            except AwayError:
-                pass  # the store says so
-            with self._lock:
-                if self.machine.state is not None:
-                    seconds = self.machine.state.settings.poll_seconds
-            self._sleep(seconds)
+            with suppress(AwayError):  # the store says so
+                self._heard.read_owners()
+            self._sleep(self._poll_pause())
 
-    def _read_notes(self) -> None:
-        """Read the notes that have changed, and foundings until there is a run."""
-        entries = self._list_notes()
-        found = {entry.name: (entry.size, entry.tag) for entry in entries}
-        with self._lock:
-            chosen = self.machine.choose_notes(found)
-            is_founded = self.machine.state is not None and self.machine.state.is_founded
-        self._tags = {name: tag for name, tag in self._tags.items() if name in found}
-        now = time.monotonic()
-        read = dict[str, bytes | None]()
-        self._due_at = {name: at for name, at in self._due_at.items() if name in found}
-        for name in chosen:
-            is_new = found[name] != self._tags.get(name)
-            due_at = self._due_at.get(name, -math.inf)
-            if is_new and due_at <= now and found[name][0] <= MOST_NOTE:
-                self._due_at[name] = max(due_at, now - NOTE_BURST) + NOTE_SECONDS
-                read[name] = self._read(name)
+    def _look(self) -> None:
+        """Look for new islands and changes, at most half of the time."""
+        while True:
+            began = time.monotonic()
+            with suppress(AwayError):
+                self._heard.look()
+            self._sleep(max(LOOK_SECONDS, self._poll_pause(), time.monotonic() - began))
 
-        def pass_notes(machine: Syncer) -> None:
-            for name, raw in read.items():
-                incarnation = incarnation_of(name)
-                if raw is not None and incarnation is not None:
-                    machine.on_note(incarnation, raw)
-            machine.on_poll(time.monotonic())
+    def _poll_pause(self) -> float:
+        """Return the seconds after which notes are read again."""
 
-        if not is_founded:
-            self._read_foundings()
-        self._deliver(pass_notes)  # at once: a round does not wait for islands that are unheard
-        self._tags |= {name: found[name] for name in read}
+        def pause(machine: Syncer) -> float:
+            if machine.state is None:
+                return RATES[self._run.store.kind].poll_seconds
+            return machine.state.settings.poll_seconds
 
-    def _list_notes(self) -> list[Entry]:
-        """List the notes, the newest first. If they are too many, such as a million of one login,
-        those of all known incarnations are among them."""
-        entries = self._run.brief.list(ISLAND, most=MOST_LISTED)
-        if len(entries) == MOST_LISTED:
-            with self._lock:
-                known = list(self.machine.presence.members)
-            listed = {entry.name for entry in entries}
-            for name in (ISLAND + incarnation for incarnation in known):
-                if name not in listed:
-                    entries += self._run.brief.list(name, most=1)
-        return sorted(entries, key=lambda entry: entry.age)
-
-    def _read_foundings(self) -> None:
-        for entry in self._run.brief.list(FOUND, most=MOST_LISTED):
-            incarnation = incarnation_of(entry.name)
-            is_new = entry.name not in self._read_once and entry.size <= MOST_FOUNDING
-            if incarnation is None or entry.name != founding_name(incarnation) or not is_new:
-                continue
-            self._read_once.add(entry.name)
-            raw = self._read(entry.name)
-            if raw is not None:
-                self._deliver(partial(Syncer.on_founding, incarnation=incarnation, raw=raw))
-
-    def _read_changes(self) -> None:
-        names = [entry.name for entry in self._run.brief.list(CHANGE, most=MOST_LISTED)]
-        with self._lock:
-            chosen = self.machine.choose_changes(names)
-        for name in chosen:
-            raw = self._read(name)
-            if raw is not None:
-                self._deliver(partial(Syncer.on_change, name=name, raw=raw))
-        self._has_read_changes = True
-
-    def _read(self, name: str) -> bytes | None:
-        """Return the content of a small object of others, or None if it is gone or damaged."""
-        try:
-            found = self._run.brief.get(name)
-        except DamagedError:
-            return None
-        return None if found is None else found.content
+        return self._ask(pause)
 
     # --- sweep ------------------------------------------------------------------------------------
 
