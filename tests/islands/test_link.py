@@ -23,9 +23,10 @@ from torchtitan_diloco.islands.link import Claim, Link
 from torchtitan_diloco.islands.payload import Buffer
 from torchtitan_diloco.islands.rules.fragment import Boundary, Send
 from torchtitan_diloco.islands.rules.island import Island
-from torchtitan_diloco.islands.rules.names import VERSION, Object
+from torchtitan_diloco.islands.rules.names import VERSION, Object, part_name
 from torchtitan_diloco.islands.rules.note import Part
 from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.store import AwayError
 
 
 def test_a_version_of_others_waits_for_the_buffer_of_a_slow_upload(tmp_path: Path) -> None:
@@ -113,3 +114,50 @@ def test_a_download_that_fails_while_a_send_waits_for_its_buffer_is_an_error() -
     wait_for(lambda: link._claims[0] is Claim.PREPARING)
     with pytest.raises(ValueError, match="the device is lost"):
         link.decide()
+
+
+def test_old_parts_are_deleted_while_others_wait_for_their_upload() -> None:
+    """An island whose uploads take longer than a cycle always has one that waits. A deletion that
+    fails is tried again."""
+    done = list[str]()
+    old = ["old"]
+    failures = [AwayError("the store is away")]
+
+    def delete(name: str) -> None:
+        if failures:
+            raise failures.pop()
+        done.append(f"delete {name}")
+
+    def create(name: str, _: memoryview, **__: bool) -> bool:
+        done.append(name)
+        return True
+
+    def take_garbage() -> list[str]:
+        taken = old.copy()
+        old.clear()
+        return taken
+
+    machine = SimpleNamespace(
+        incarnation=A,
+        may_found=False,
+        is_founder=False,
+        fragments=[0],
+        take_garbage=take_garbage,
+        on_stored=lambda *_, **__: None,
+    )
+    link = Link(
+        cast("Run", SimpleNamespace(large=SimpleNamespace(create=create, delete=delete))),
+        cast("Island", machine),
+        cast("SharedCopies", SimpleNamespace(values=lambda _: 1)),
+        ["0"],
+    )
+    for number in (1, 2):
+        part = Part(fragment=0, number=number, base=0, checksum="0", start=0, end=1)
+        link._uploads.put((part, torch.zeros(4, dtype=torch.uint8)))
+    thread = threading.Thread(target=link._guard, args=(link._upload,), daemon=True)
+    thread.start()
+    wait_for(lambda: len(done) == 3)
+    link._closed.set()
+    thread.join()
+    first, second = (part_name(A, 0, number) for number in (1, 2))
+    assert done == [first, "delete old", second]

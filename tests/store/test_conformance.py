@@ -138,6 +138,16 @@ def test_sizes_are_bounded(place: Place, store: Store) -> None:
     assert found.content == bytes(MOST_BYTES)
 
 
+def test_a_reader_bounds_what_it_reads(place: Place, store: Store) -> None:
+    name = f"{place.own}bounded"
+    store.create(name, b"1234")
+    found = store.get(name, most=4)
+    assert found is not None
+    assert found.content == b"1234"
+    with pytest.raises(DamagedError, match="at most"):
+        store.get(name, most=3)
+
+
 def test_of_several_processes_one_creates(place: Place, store: Store) -> None:
     count = 20
     owners = ("one", "two", "three")

@@ -60,8 +60,8 @@ class Peers(ABC):
 
     @abstractmethod
     def save(self, facts: OuterFacts, mesh: DeviceMesh | None) -> SavedState:
-        """Return the buffers and everything else that a restart needs, after waiting for exchanges
-        in flight. `mesh`: as for `StreamingDiLoCo.state_dict`."""
+        """Return the buffers and everything else that a restart needs, after waiting for what it
+        contains of exchanges in flight. `mesh`: as for `StreamingDiLoCo.state_dict`."""
 
     @abstractmethod
     def load(self, saved: SavedState) -> list[str]:

@@ -41,6 +41,11 @@ class Reports:
     """Receives the reports of absent workers, by name, while training waits long. The waiting
     thread calls this without a lock, and waits until it returns."""
 
+    @property
+    def name(self) -> str:
+        """Name of this worker in messages."""
+        return f"worker {self.worker}"
+
     def latest(self) -> Mapping[str, Report]:
         """Return the reports of all workers in the last round, by name."""
         return {}

@@ -146,7 +146,7 @@ class StreamingDiLoCo:
             self.loop.start_afresh(index)
         if healed and (group is None or group.rank() == 0):
             logger.warning(
-                f"worker {self.worker}: fragments {healed} are not finite after "
+                f"{self.peers.reports.name}: fragments {healed} are not finite after "
                 f"step {self.step_count}; they take the shared parameters, and "
                 f"their inner optimizer state is reset ({self.loop.healed} fragments "
                 "healed so far)"

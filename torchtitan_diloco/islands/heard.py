@@ -3,6 +3,7 @@
 import time
 from functools import partial
 
+from torchtitan_diloco.islands.rules.changes import MOST_CHANGE
 from torchtitan_diloco.islands.rules.founding import MOST_FOUNDING
 from torchtitan_diloco.islands.rules.names import (
     CHANGE,
@@ -15,7 +16,7 @@ from torchtitan_diloco.islands.rules.note import MOST_NOTE
 from torchtitan_diloco.islands.rules.syncer import Syncer
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.tasks import Deliver
-from torchtitan_diloco.store import DamagedError
+from torchtitan_diloco.store import AwayError, DamagedError
 
 MOST_LISTED = 2000
 """Maximum number of notes, foundings or changes that are listed."""
@@ -26,12 +27,16 @@ class Heard:
     `look`, which takes seconds on some servers if a login has written thousands of notes."""
 
     def __init__(self, run: Run, ask: Deliver, deliver: Deliver) -> None:
-        """`ask`: calls a function that only reads the machine."""
+        """`ask`: calls a function that changes nothing in the machine."""
         self._run = run
         self._ask = ask
         self._deliver = deliver
         self._of_owners = dict[str, bytes]()
         """The latest notes of the owners of slots."""
+        self._turn = 0
+        """Number of times the owners were read."""
+        self._listed_up_to = ""
+        """Name up to which the last look has listed notes, if there were too many."""
         self._tags = dict[str, tuple[int, str]]()
         """Size and tag of the notes of others, as they were read."""
         self._foundings = set[str]()
@@ -39,38 +44,57 @@ class Heard:
         self.has_read_changes = False
 
     def read_owners(self) -> None:
-        """Read the notes of the owners of slots, which train."""
+        """Read the notes of the owners of slots, which train. Raise an AwayError if one cannot be
+        read, after those that were read are passed on."""
+        owners = self._ask(_owners)
+        if not owners:
+            return
+        self._turn += 1  # so that one note that cannot be read does not hide the same others
+        first = self._turn % len(owners)
         notes = dict[str, bytes]()
-        for incarnation in self._ask(_owners):
-            raw = self._read(ISLAND + incarnation)
-            if raw is not None and len(raw) <= MOST_NOTE:
-                notes[incarnation] = raw
+        failure: AwayError | None = None
+        try:
+            for incarnation in owners[first:] + owners[:first]:
+                raw = self._read(ISLAND + incarnation, MOST_NOTE)
+                if raw is not None:
+                    notes[incarnation] = raw
+        except AwayError as error:
+            failure = error
         before = self._of_owners
 
         def pass_notes(machine: Syncer) -> None:
             for incarnation, raw in notes.items():
                 if raw != before.get(incarnation):
                     machine.on_note(incarnation, raw)
-            machine.on_poll(time.monotonic())
+            if failure is None:
+                machine.on_poll(time.monotonic())
 
         self._deliver(pass_notes)  # at once: a round does not wait for islands that are unheard
-        self._of_owners = notes
+        self._of_owners = {**before, **notes} if failure else notes
+        if failure is not None:
+            raise failure
 
     def look(self) -> None:
-        """Read the notes of other islands that have changed, and changes. Read foundings until
+        """Read changes, and the notes of other islands that have changed. Read foundings until
         there is a run."""
+        self._read_changes()
         self._read_others()
         if not self._ask(_is_founded):
             self._read_foundings()
-        self._read_changes()
+        if not self._ask(_owners):  # otherwise, `read_owners` counts the time
+            self._deliver(partial(Syncer.on_poll, now=time.monotonic()))
 
     def _read_others(self) -> None:
-        entries = self._run.brief.list(ISLAND, most=MOST_LISTED)
+        entries = self._run.brief.list(ISLAND, self._listed_up_to, most=MOST_LISTED)
         newest = sorted(entries, key=lambda entry: entry.age)
         listed = {entry.name: (entry.size, entry.tag) for entry in newest}
         chosen = self._ask(lambda machine: machine.choose_notes(listed))
-        if len(entries) == MOST_LISTED:  # such as a million of one login: others may not be listed
+        if len(entries) == MOST_LISTED or self._listed_up_to:
+            # Such as a million of one login: the next look lists others, and all that are known
+            # are read now.
             chosen += self._ask(lambda machine: [ISLAND + one for one in machine.presence.members])
+        is_end = len(entries) < MOST_LISTED
+        self._listed_up_to = "" if is_end else max(entry.name for entry in entries)
         owners = set(self._ask(_owners))
         self._tags = {name: tag for name, tag in self._tags.items() if name in listed}
         for name in dict.fromkeys(chosen):
@@ -79,9 +103,9 @@ class Heard:
             is_read = name in listed and self._tags.get(name) == (size, tag)
             if incarnation is None or incarnation in owners or size > MOST_NOTE or is_read:
                 continue
-            raw = self._read(name)
+            raw = self._read(name, MOST_NOTE)
             self._tags[name] = size, tag
-            if raw is not None and len(raw) <= MOST_NOTE:
+            if raw is not None:
                 self._deliver(partial(Syncer.on_note, incarnation=incarnation, raw=raw))
 
     def _read_foundings(self) -> None:
@@ -90,23 +114,24 @@ class Heard:
             is_new = entry.name not in self._foundings and entry.size <= MOST_FOUNDING
             if incarnation is None or entry.name != founding_name(incarnation) or not is_new:
                 continue
-            self._foundings.add(entry.name)
-            raw = self._read(entry.name)
+            raw = self._read(entry.name, MOST_FOUNDING)
             if raw is not None:
                 self._deliver(partial(Syncer.on_founding, incarnation=incarnation, raw=raw))
+                self._foundings.add(entry.name)
 
     def _read_changes(self) -> None:
         names = [entry.name for entry in self._run.brief.list(CHANGE, most=MOST_LISTED)]
-        for name in self._ask(lambda machine: machine.choose_changes(names)):
-            raw = self._read(name)
+        for name in self._deliver(lambda machine: machine.choose_changes(names)):
+            raw = self._read(name, MOST_CHANGE)
             if raw is not None:
                 self._deliver(partial(Syncer.on_change, name=name, raw=raw))
         self.has_read_changes = True
 
-    def _read(self, name: str) -> bytes | None:
-        """Return the content of a small object of others, or None if it is gone or damaged."""
+    def _read(self, name: str, most: int) -> bytes | None:
+        """Return the content of a small object of others, or None if it is gone, damaged, or larger
+        than `most` bytes."""
         try:
-            found = self._run.brief.get(name)
+            found = self._run.brief.get(name, most=most)
         except DamagedError:
             return None
         return None if found is None else found.content

@@ -36,6 +36,10 @@ class IslandReports(Reports):
         self._gauges = gauges
         self._actions = Actions()
 
+    @property
+    def name(self) -> str:
+        return f"island {self.islands.name}"
+
     def late(self) -> Mapping[str, Report]:
         return {name: report for name, report in self.latest().items() if report.absent}
 

@@ -120,6 +120,8 @@ class Link:
         """Whether a part is stored that is in no note yet."""
         self._waits_since: float | None = None
         """Time since when training waits, if it does."""
+        self._garbage = list[str]()
+        """Names of own objects to delete."""
         self._uploads = SimpleQueue[tuple[Part, Tensor | None]]()
         self._closed = threading.Event()
         self._failure: BaseException | None = None
@@ -201,13 +203,9 @@ class Link:
         while it waits, so that the caller can look for failures.
         """
         began = time.monotonic()
-        self._waits_since = began
-        try:
-            return self._wait_for_instructions(began)
-        finally:
-            self._waits_since = None
-
-    def _wait_for_instructions(self, began: float) -> Instructions:
+        is_new = True
+        if self._waits_since is None:
+            self._waits_since = began
         with self._changed:
             while True:
                 self.check()
@@ -218,11 +216,14 @@ class Link:
                 self._say_news()
                 found = Instructions.of(self.machine, due, self.away_seconds)
                 is_something = due.applies or due.sends or found.may_train or found.ending
+                if is_something:
+                    self._waits_since = None
                 if is_something or now - began > STILL_SECONDS:
                     return found
-                self._is_note_due.set()
+                if is_new:
+                    self._is_note_due.set()
                 left = LOOK if due.waits_until is None else min(LOOK, due.waits_until - now)
-                self._changed.wait(max(0.0, left))
+                is_new = self._changed.wait(max(0.0, left))
 
     def _claim_for_send(self, fragment: int) -> None:
         """Claim the buffer of a fragment for its delta. Hold the lock."""
@@ -319,6 +320,7 @@ class Link:
         name = ISLAND + self.machine.incarnation
         while True:
             self._is_note_due.wait(BEAT)
+            self._sleep(0.0)  # no note is written once it is closed
             self._is_note_due.clear()
             self._is_part_new.clear()
             with self._changed:
@@ -419,11 +421,11 @@ class Link:
         while True:
             if self.machine.may_found or self.machine.is_founder:
                 self._found()
+            self._collect_garbage()
             try:
                 part, payload = self._uploads.get(timeout=LOOK)
             except Empty:
                 self._sleep(0.0)
-                self._collect_garbage()
                 continue
             size = 0
             if payload is not None:
@@ -462,10 +464,12 @@ class Link:
 
     def _collect_garbage(self) -> None:
         with self._changed:
-            names = self.machine.take_garbage() if self.machine.fragments else []
-        for name in names:
-            with suppress(AwayError):  # the syncer deletes it later
-                self.run.large.delete(name)
+            if self.machine.fragments:
+                self._garbage += self.machine.take_garbage()
+        with suppress(AwayError):  # tried again
+            while self._garbage:
+                self.run.large.delete(self._garbage[0])
+                del self._garbage[0]
 
     def _try(self, call: Callable[[], bool]) -> bool:
         """Return whether a call has succeeded. It is to be repeated otherwise."""

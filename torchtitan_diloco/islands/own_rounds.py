@@ -1,6 +1,7 @@
 """The rounds of an island, for its metrics."""
 
 import time
+from collections.abc import Collection
 
 from torchtitan_diloco.diloco.flags import OUTLIER
 from torchtitan_diloco.diloco.modes import Mode
@@ -19,6 +20,11 @@ class OwnRounds:
         self._gauges = gauges
         self._sent = dict[int, Round]()
         """Rounds of the latest parts, by fragment."""
+
+    @property
+    def in_flight(self) -> Collection[int]:
+        """Fragments that were sent and not applied yet, as a view of them."""
+        return self._sent.keys()
 
     def begin(self, part: Part, step: int, values: int) -> Round:
         """Return the round of a part that is sent now. `values`: number of those of the shard."""

@@ -144,6 +144,7 @@ class IslandPeers(Peers):
         self._boundary_at = math.nan
         self._used: Settings | None = None
         self.reports = IslandReports(islands, self.gauges)
+        self.reports.in_flight = self._rounds.in_flight
         self._waiting = Waiting(f"island {islands.name}")
 
     # --- start and end ----------------------------------------------------------------------------
@@ -204,9 +205,13 @@ class IslandPeers(Peers):
         """Open the store, and build the machine of this island. `checksums`: of the copies P."""
         store = self._waiting.open(self.islands.join, writes=f"part/{self.islands.name}/")
         self._brings.islands = self.islands
-        machine = self._brings.machine(
-            self._loop.config, store.kind, self._loop.fragments, self._layouts, checksums
-        )
+        try:
+            machine = self._brings.machine(
+                self._loop.config, store.kind, self._loop.fragments, self._layouts, checksums
+            )
+        except BaseException:
+            store.close()
+            raise
         link = Link(Run(store, self._loop.config.link.streams), machine, self._copies, checksums)
         self.gauges.site = login_in(self.islands.join)[: notes.MOST_OF_SITE]
         link.gauges = self.reports.own_gauges

@@ -15,11 +15,13 @@ class Spares:
         self._spares = list[memoryview]()
 
     def take(self, size: int) -> memoryview:
-        """Return memory of at least this size, with any content."""
+        """Return memory of at least this size, with any content: the smallest that is there."""
         with self._lock:
-            for number, spare in enumerate(self._spares):
-                if len(spare) >= size:
-                    return self._spares.pop(number)
+            sizes = enumerate(map(len, self._spares))
+            fitting = [(length, index) for index, length in sizes if length >= size]
+            if fitting:
+                _, index = min(fitting)
+                return self._spares.pop(index)
         return memoryview(mmap.mmap(-1, max(1, size)))
 
     def give(self, memory: memoryview) -> None:
@@ -28,4 +30,4 @@ class Spares:
         assert isinstance(memory.obj, mmap.mmap)
         with self._lock:
             self._spares.append(memoryview(memory.obj))
-            del self._spares[: -self._most]
+            del self._spares[: max(0, len(self._spares) - self._most)]

@@ -249,6 +249,10 @@ class FragmentTasks:
         with self._lock:
             self._parts[incarnation, part] = content
 
+    def give_back(self, content: memoryview) -> None:
+        """Let the memory of a part that was read be used for others."""
+        self._spares.give(content)
+
     def forget_parts(self, needed: Collection[tuple[str, Part]]) -> None:
         """Forget all parts except those that wait or are being merged."""
         with self._lock:
@@ -335,13 +339,10 @@ class TransferTasks:
         """Fetch a part and judge its bytes."""
         part = job.part
         name = part_name(job.incarnation, part.fragment, part.number)
-        memory = self._fragments.memory_for(part)
         found: float | Fate = Fate.UNREADABLE
         try:
             for _ in range(LOOKS):
-                content = patiently(
-                    self._run, lambda: self._run.large.get(name, into=memory), self._sleep
-                )
+                content = patiently(self._run, partial(self._get, name, part), self._sleep)
                 if content is not None:
                     found = self._judge(job, content)
                     break
@@ -350,12 +351,18 @@ class TransferTasks:
             pass
         self._deliver(lambda machine: machine.on_part(job.incarnation, part, found))
 
+    def _get(self, name: str, part: Part) -> memoryview | None:
+        """Return the content of a part. Each attempt has memory of its own, as chunks of one that
+        has failed may still be on their way."""
+        return self._run.large.get(name, into=self._fragments.memory_for(part))
+
     def _judge(self, job: Fetch, content: memoryview) -> float | Fate:
         part = job.part
         layout = self._fragments.layout(part.fragment)
         try:
             norm = check_part(content, part, layout, self._fragments.settings().block_size)
         except MalformedError:
+            self._fragments.give_back(content)
             return Fate.MALFORMED
         self._fragments.keep_part(job.incarnation, part, content)
         return norm

@@ -10,7 +10,6 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store, from_url
 
 from torchtitan_diloco.store.errors import (
-    DamagedError,
     FullError,
     PassingError,
     RefusedError,
@@ -25,6 +24,7 @@ from torchtitan_diloco.store.store import (
     Listed,
     Raw,
     Sealed,
+    too_large,
 )
 
 if TYPE_CHECKING:
@@ -136,14 +136,18 @@ class Bucket(Backend):
         except (BaseError, OSError) as error:
             raise self._explained("replace", name, error) from error
 
-    def get(self, name: str, *, large: bool, into: memoryview | None = None) -> Raw | None:
+    def get(
+        self,
+        name: str,
+        *,
+        large: bool,
+        most: int = MOST_RAW_BYTES,
+        into: memoryview | None = None,
+    ) -> Raw | None:
         try:
             answer = obstore.get(self._chosen(large), name)
-            if (size := answer.meta["size"]) > MOST_RAW_BYTES:
-                raise DamagedError(
-                    f"{self.location}: {name} has {size} bytes, and objects of "
-                    f"a store have at most {MOST_RAW_BYTES}; delete it"
-                )
+            if (size := answer.meta["size"]) > most:
+                raise too_large(self.location, name, size, most)
             modified = answer.meta["last_modified"].timestamp()
             stored = answer.bytes()
             if into is None or len(stored) != len(into) + SEAL_BYTES:

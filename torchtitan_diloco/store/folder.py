@@ -19,7 +19,6 @@ from itertools import islice
 from pathlib import Path
 
 from torchtitan_diloco.store.errors import (
-    DamagedError,
     FullError,
     PassingError,
     RefusedError,
@@ -35,6 +34,7 @@ from torchtitan_diloco.store.store import (
     Listed,
     Raw,
     Sealed,
+    too_large,
 )
 
 TEMPORARY = ".tmp"
@@ -98,13 +98,20 @@ class Folder(Backend):
             if durable:
                 _flush_folder(path.parent)
 
-    def get(self, name: str, *, large: bool, into: memoryview | None = None) -> Raw | None:  # noqa: ARG002
+    def get(
+        self,
+        name: str,
+        *,
+        large: bool,  # noqa: ARG002
+        most: int = MOST_RAW_BYTES,
+        into: memoryview | None = None,
+    ) -> Raw | None:
         with self._explain():
             try:
                 with (self.path / name).open("rb", buffering=0) as file:
                     status = os.fstat(file.fileno())
-                    if status.st_size > MOST_RAW_BYTES:
-                        raise _too_large(self.location, name, status.st_size)
+                    if status.st_size > most:
+                        raise too_large(self.location, name, status.st_size, most)
                     if into is None or status.st_size != len(into) + SEAL_BYTES:
                         return Raw(Sealed.split(file.read()), status.st_mtime)
                     sealed = Sealed(into, bytearray(SEAL_BYTES))
@@ -274,13 +281,6 @@ class Folder(Backend):
                 f"{place}: {error.strerror}: the name of an object cannot be the folder of another"
             )
         return PassingError(f"{place}: {error.strerror}")
-
-
-def _too_large(location: str, name: str, size: int) -> StoreError:
-    return DamagedError(
-        f"{location}: {name} has {size} bytes, and objects of a store have at "
-        f"most {MOST_RAW_BYTES}; delete it"
-    )
 
 
 def _transfer(

@@ -183,7 +183,7 @@ class LargeObjects:
 
     def _head(self, name: str) -> _Head | memoryview | None:
         """Return the description of the chunks, or the content itself."""
-        stored = self._store.get(name)
+        stored = self._store.get(name, large=True)
         if stored is None:
             return None
         if stored.content.startswith(_WHOLE):

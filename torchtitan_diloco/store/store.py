@@ -72,6 +72,12 @@ class Raw(NamedTuple):
     """Time at which it was written, in seconds since 1970, on the clock of the store."""
 
 
+def too_large(location: str, name: str, size: int, most: int) -> DamagedError:
+    return DamagedError(
+        f"{location}: {name} has {size} bytes, and at most {most} are expected; delete it"
+    )
+
+
 class Listed(NamedTuple):
     name: str
     size: int
@@ -102,7 +108,7 @@ class Backend(ABC):
     `large`: the content may have some MB, and takes up to a minute. Other attempts fail after two
     seconds without an answer, because another one may be faster. `durable`: whether the content
     must survive a power cut once the method returns. A temporary failure raises PassingError, and
-    any other StoreError. A content above `MOST_RAW_BYTES` is not read: DamagedError.
+    any other StoreError.
     """
 
     location: str
@@ -119,9 +125,20 @@ class Backend(ABC):
     def replace(self, name: str, content: Sealed, *, large: bool, durable: bool) -> None: ...
 
     @abstractmethod
-    def get(self, name: str, *, large: bool, into: memoryview | None = None) -> Raw | None:
-        """`into`: where to write a content of exactly this size. One of another size is returned
-        in memory of its own."""
+    def get(
+        self,
+        name: str,
+        *,
+        large: bool,
+        most: int = MOST_RAW_BYTES,
+        into: memoryview | None = None,
+    ) -> Raw | None:
+        """Return an object, or None if there is none. One above `most` bytes is not read:
+        DamagedError.
+
+        `into`: where to write a content of exactly this size. One of another size is returned in
+        memory of its own.
+        """
 
     @abstractmethod
     def list(self, prefix: str, after: str, most: int | None) -> list[Listed]:
@@ -190,14 +207,16 @@ class Store:
             large=large,
         )
 
-    def get(self, name: str, *, large: bool = False) -> Found | None:
+    def get(self, name: str, *, large: bool = False, most: int = MOST_BYTES) -> Found | None:
         """Return the content of an object, or None if there is none.
 
-        `large`: whether it may have some MB, for which a silence of seconds is no failure.
+        `large`: whether it may have some MB, for which a silence of seconds is no failure. `most`:
+        maximum size that the reader accepts; a larger content is not read, but a DamagedError.
         """
         check_name(name)
+        most += SEAL_BYTES
         raw = self._attempts.run(
-            "get", name, lambda: self.backend.get(name, large=large), large=large
+            "get", name, lambda: self.backend.get(name, large=large, most=most), large=large
         )
         if raw is None:
             return None

@@ -59,7 +59,7 @@ class Presence:
         self._polled: float | None = None
 
     def listen(self, now: float) -> None:
-        """Count a poll in which all notes were read."""
+        """Count a poll in which the notes of all owners of slots were read."""
         if self._polled is not None:
             self.listened += min(now - self._polled, MOST_LISTENED)
         self._polled = now

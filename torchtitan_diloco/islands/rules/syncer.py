@@ -120,7 +120,7 @@ class Syncer:
         return [] if self.state is None else self.state.owners()
 
     def on_poll(self, now: float) -> None:
-        """All notes to read were passed."""
+        """The notes of all owners of slots were passed."""
         self.presence.listen(now)
 
     def on_note(self, incarnation: str, raw: bytes) -> None:
