@@ -16,6 +16,10 @@ SHOWN = {
         "islands/rules/test_syncer.py::"
         "test_a_spare_takes_the_slot_of_one_that_is_silent_or_never_delivers",
     ],
+    "it dies in an upload": [
+        "islands/test_faults.py::test_an_island_is_killed_in_its_uploads",
+        "islands/rules/test_commit.py::test_only_what_is_old_and_not_named_is_garbage",
+    ],
     "it restarts under the same name": [
         "islands/test_run.py::test_islands_stop_are_killed_and_go_on",
         "islands/rules/test_syncer.py::test_the_next_start_of_a_killed_island_takes_its_slot",
@@ -66,6 +70,10 @@ SHOWN = {
         "islands/test_faults.py::test_islands_train_on_while_the_store_is_away",
         "islands/test_waiting.py::test_a_server_that_is_not_there_yet_is_waited_for",
         "islands/test_waiting.py::test_an_island_at_the_end_says_that_its_store_is_gone",
+    ],
+    "the machine of the folder loses power": [
+        "store/test_folder.py::test_a_content_that_need_not_be_durable_is_not_flushed",
+        "islands/rules/test_island.py::test_refused_work_is_sent_again",
     ],
     "SeaweedFS dies, or the machine of `serve` restarts": [
         "islands/test_bucket_server.py::test_seaweedfs_is_killed_and_returns",

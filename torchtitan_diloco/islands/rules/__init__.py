@@ -44,8 +44,8 @@ store, all islands keep training.
 **What users see** follows from the newest decision, and `history/`: it contains what the syncer has
 last seen of each owner, and the sums of the current ten minutes. No decision depends on it.
 
-**Guarantees.** The same version has the same bits on every island. Each range is merged once. All
-work of a running island is merged, at most four versions late. Whatever an island writes affects
-only its own part. All this holds after `kill -9` of any process at any time
-(`tests/islands/rules`).
+**Guarantees.** The same version has the same bits on every island. Each range is merged at most
+once. If the uploads of a running island take less than H steps of the pacing island, all its work
+is merged, at most four versions late. Whatever an island writes affects only its own part. All this
+holds after `kill -9` of any process at any time (`tests/islands/rules`).
 """
