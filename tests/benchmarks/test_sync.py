@@ -13,9 +13,11 @@ def test_two_islands_sync_through_a_folder() -> None:
 
 
 def test_rows_are_those_of_the_chosen_kinds() -> None:
-    cases = sync.sync_cases(["fp32", "fp4_e3m0"], ["gloo", "serve", "log"], sync.Case(2, delay=1))
+    cases = sync.sync_cases(
+        ["fp32", "fp4_e3m0"], ["gloo", "folder", "serve"], sync.Case(2, delay=1)
+    )
     assert [*cases] == [
         *("fp32", "fp32, measured", "fp4_e3m0"),
-        *("serve, fp32", "serve, fp4_e3m0", "log, fp32", "log, fp4_e3m0"),
+        *("folder, fp32", "folder, fp4_e3m0", "serve, fp32", "serve, fp4_e3m0"),
     ]
     assert all(case.delay == 1 for case in cases.values())

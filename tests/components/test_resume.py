@@ -43,7 +43,6 @@ FP32 = {
     "diloco.fragments.layers_per_fragment": 1,
     "diloco.outer_optimizer.name": "adam",  # which has the most state
 }
-NESTEROV = {"diloco.outer_optimizer.name": "nesterov"}
 Train = Callable[..., Path]
 SGD = {"diloco.outer_optimizer.name": "sgd"}
 AVERAGE = SGD | {"diloco.outer_optimizer.lr": 1}

@@ -54,17 +54,17 @@ def has_home(path: str) -> bool:
     return True
 
 
-RUN_REMEDY = "give the folder of a run, such as outputs/NAME-DATE"
-
-
-def no_run(folder: Path, lacking: str, remedy: str = RUN_REMEDY) -> UserError:
+def no_run(folder: Path, lacking: str) -> UserError:
     """Return the error of a command that finds no run in a folder, which has no `lacking`."""
     reason = "it does not exist"
     if folder.is_dir():
         reason = f"it has no {lacking}"
     elif folder.exists():
         reason = "it is a file"
-    return UserError(f"there is no run in {folder}: {reason}; {remedy}")
+    return UserError(
+        f"there is no run in {folder}: {reason}; give the folder of a run, such as "
+        "outputs/NAME-DATE"
+    )
 
 
 GLOO_LOCATION = re.compile(r"^\[[^]]*:\d+\]\s*")

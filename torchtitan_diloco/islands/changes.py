@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import msgspec
-
 from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.islands.config import site_of
 from torchtitan_diloco.islands.rules import changes as rules
@@ -142,7 +140,7 @@ class Requests:
         or there is no syncer.
         """
         object_name = f"{CHANGE}{time.time():.0f}-{secrets.token_hex(4)}"
-        raw = msgspec.json.encode(wanted)
+        raw = rules.encode_change(wanted)
         rules.make(copy.deepcopy(self.decision), raw)
         try:
             self._run.brief.create(object_name, raw)

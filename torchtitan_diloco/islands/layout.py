@@ -111,23 +111,6 @@ class Layout:
         """Return the number of values of each of `ranks` ranks."""
         return [sum(span.size for span in self.spans(ranks, rank)) for rank in range(ranks)]
 
-    def overlap(self, ranks: int, rank: int) -> list[tuple[slice, slice]]:
-        """Return slices of the same values in the flat buffers of another rank and this one."""
-        found = []
-        for theirs in self.spans(ranks, rank):
-            for mine in self.mine:
-                start = max(theirs.whole, mine.whole)
-                size = min(theirs.whole + theirs.size, mine.whole + mine.size) - start
-                if size > 0:
-                    source, target = (start - one.whole + one.local for one in (theirs, mine))
-                    found.append((slice(source, source + size), slice(target, target + size)))
-        return found
-
-    def scatter(self, whole: Tensor, values: Tensor) -> None:
-        """Copy this rank's values from the whole fragment."""
-        for span in self.mine:
-            values[span.local :][: span.size].copy_(whole[span.whole :][: span.size])
-
     def checksum(self, values: Tensor) -> Tensor:
         """Return this rank's summand of the checksum of a fragment, a sum of int64 that wraps. The
         sum over all ranks is written as `hexadecimal`.

@@ -53,7 +53,6 @@ def html_page(
     losses: Sequence[tuple[float, float]],
     *,
     at: float,
-    source: str = "store",
 ) -> str:
     """Return the page of a run, which refreshes itself.
 
@@ -62,13 +61,11 @@ def html_page(
         stays: when islands were there.
         losses: merged tokens, and the loss of the shared model.
         at: current time, in seconds since 1970.
-        source: what the numbers are read from.
     """
     return _template().render(
         found=found,
         headline=headline(found),
         at=time_text(at),
-        source=source,
         lanes=lanes_of(stays, at),
         tables={title: table(found[key]) for title, key in TABLES.items()},
         losses=sorted(losses),
