@@ -26,10 +26,10 @@ from torchtitan_diloco.islands.island_reports import (
     Actions,
     IslandReports,
 )
-from torchtitan_diloco.islands.reports import KINDS, code_of, kind_of, reports_of
 from torchtitan_diloco.islands.rules import note as notes
 from torchtitan_diloco.islands.rules.decision import SICK, Fate
 from torchtitan_diloco.islands.rules.note import decode_note
+from torchtitan_diloco.islands.seen import KINDS, code_of, kind_of, reports_of
 from torchtitan_diloco.islands.transfers import Transfers
 
 USUAL = notes.Vitals(compute=0.1, upload=0.5, download=0.2)

@@ -7,10 +7,10 @@ from torchtitan_diloco.diloco.vitals import STUCK, Action, Report, Vitals
 from torchtitan_diloco.islands.config import Islands, change_commands
 from torchtitan_diloco.islands.gauges import Gauges
 from torchtitan_diloco.islands.link import Link
-from torchtitan_diloco.islands.reports import code_of, is_moving, is_silent, reports_of
 from torchtitan_diloco.islands.rules import note as notes
 from torchtitan_diloco.islands.rules.decision import IS_IDLE, ORDERS, SICK, Decision
 from torchtitan_diloco.islands.rules.names import name_of
+from torchtitan_diloco.islands.seen import code_of, is_moving, is_silent, reports_of
 
 IN_A_ROW = 8
 """Number of versions of all fragments without rounds that wait for an island, after which this is

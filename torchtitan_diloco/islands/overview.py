@@ -11,14 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_diloco.islands.past import Past
-from torchtitan_diloco.islands.reports import (
-    ALL,
-    EVERYBODY,
-    is_moving,
-    is_silent,
-    kind_of,
-    reports_of,
-)
 from torchtitan_diloco.islands.rules.decision import (
     BARRED,
     ENDS,
@@ -34,6 +26,14 @@ from torchtitan_diloco.islands.rules.decision import (
 from torchtitan_diloco.islands.rules.history import Sums
 from torchtitan_diloco.islands.rules.names import name_of
 from torchtitan_diloco.islands.rules.note import Gauges, Note, Part
+from torchtitan_diloco.islands.seen import (
+    ALL,
+    EVERYBODY,
+    is_moving,
+    is_silent,
+    kind_of,
+    reports_of,
+)
 
 STALE_SECONDS = 5.0
 """Seconds after which a new decision is missing: there is one each second."""
