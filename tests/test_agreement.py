@@ -114,7 +114,7 @@ def test_ranks_of_an_island_compare_its_run_without_the_login(
     same = [str(file), "s3://islands/one"]
     assert processes.run(_start_island, 2, island, same) == ["", ""]
     for message in processes.run(_start_island, 2, island, [str(file), str(other)]):
-        assert re.search(r"  run in islands.join: (store-\w+) on rank 0, (?!\1)store-", message)
+        assert re.search(r"  run in islands.join: (islands-\w+) on rank 0, (?!\1)islands-", message)
         assert SECRET not in message
 
 

@@ -14,7 +14,7 @@ from torchtitan_diloco.data.loader import Stream
 from torchtitan_diloco.diloco.peers import Peers
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.islands import IslandPeers
-from torchtitan_diloco.islands.config import run_of
+from torchtitan_diloco.islands.config import location_id
 from torchtitan_diloco.islands.founding import JobCheckpoint
 
 
@@ -30,7 +30,7 @@ class IslandCourse:
         tokenizer: str,
     ) -> None:
         """`manifest`: of the checkpoint from which this island starts. `tokenizer`: fingerprint."""
-        self.run = run_of(config.islands.join)
+        self.run = location_id(config.islands.join)
         self.step = 0 if manifest is None else manifest.step
         self._plan = plan
         self._shard_by = config.data.shard_by

@@ -65,7 +65,7 @@ from torchtitan_diloco.distributed.collectives import (
     watch_notices,
 )
 from torchtitan_diloco.distributed.world import FSDP, World
-from torchtitan_diloco.islands.config import run_of
+from torchtitan_diloco.islands.config import location_id
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.activations import activation_bytes
 from torchtitan_diloco.models.interface import describe, flops_per_token, parameter_counts
@@ -485,7 +485,7 @@ class Trainer:
             weights = on_all_ranks(self.world.saving, partial(weights_fingerprint, weights))
         facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
         if join := self.config.islands.join:
-            facts["run in islands.join"] = run_of(join)
+            facts["run in islands.join"] = location_id(join)
         code = [PACKAGE / name for name in COMPUTES]
         model = sys.modules[type(self.model).__module__]  # FLAVORS may have those of other packages
         source = getattr(model, "__file__", None)  # that of an interactive session has none

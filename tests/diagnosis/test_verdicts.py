@@ -228,10 +228,10 @@ def test_what_is_not_known_of_a_transfer_is_no_short_time() -> None:
     st.sampled_from([("upload", Kind.SENDING), ("download", Kind.RECEIVING)]),
     st.floats(2.0, 10.0),
 )
-def test_a_slow_link_to_a_server_is_named_by_its_direction(
+def test_a_slow_link_to_the_store_is_named_by_its_direction(
     workers: int, rng: random.Random, fault: tuple[str, Kind], factor: float
 ) -> None:
-    """Transfers that share the link of the server at times take twice as long, and are no fault."""
+    """Transfers that share the link of the store at times take twice as long, and are no fault."""
     field, kind = fault
     victim, histories = rng.randrange(workers), list[list[Vitals]]()
     for number in range(12):

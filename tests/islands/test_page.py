@@ -21,7 +21,7 @@ from tests.islands.written_run import WrittenRun, reading
 from tests.report.test_page_in_browser import BROWSER, PHONE, measure
 from tests.waiting import wait_until
 from torchtitan_diloco.base.user import USER_ERROR, UserError
-from torchtitan_diloco.islands.config import run_of
+from torchtitan_diloco.islands.config import location_id
 from torchtitan_diloco.islands.overview import View, overview
 from torchtitan_diloco.islands.page import RunPages, serve_page
 from torchtitan_diloco.islands.page_server import PageServer, html_page
@@ -215,7 +215,7 @@ def test_a_report_of_a_location_needs_no_records(
     assert "has not logged a step" not in text
     (run,) = open_runs([folder])
     assert run.history is not None
-    assert run_of(str(folder)) in run.history.ids
+    assert location_id(str(folder)) in run.history.ids
     with reading(folder) as reader:
         assert reader.decision is not None
         merged = [slot.ledgers[0].number for slot in reader.decision.slots]

@@ -104,7 +104,7 @@ def test_a_name_that_nobody_knows(examine: Examine, monkeypatch: pytest.MonkeyPa
 def test_a_closed_port(examine: Examine) -> None:
     port = free_port()
     failure = examine(ADDRESS, "--endpoint", f"127.0.0.1:{port}")
-    assert "nothing listens there: start the" in failure
+    assert "nothing listens there: start the first node" in failure
     assert f"doctor --endpoint :{port} --listen` there" in failure
 
 

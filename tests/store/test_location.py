@@ -17,7 +17,7 @@ from torchtitan_diloco.store.names import MOST_CHARACTERS, check_name, check_pre
     [
         ("ftp://host/run", "ftp://host/run: there is no such kind of store; give a folder"),
         ("https://a:secret@host/run", "https://host/run: there is no such kind"),
-        ("nats+tls://a:secret@host:4222#run", "nats.tls://host:4222#run: there is no such kind"),
+        ("ftp://a:secret@host/run", "ftp://host/run: there is no such kind"),
         ("", "is empty; give a folder, a join file, s3"),
         ("s3://a:secret@bucket/run", "s3://bucket/run: .* contains a login; remove it"),
         ("s3:///run", "s3:///run: the location of a bucket is s3://BUCKET/PATH; correct it"),

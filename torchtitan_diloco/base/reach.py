@@ -57,7 +57,7 @@ def dial(host: str, port: int) -> float:
         connection = socket.create_connection((host, port), PATIENCE)
     except ConnectionRefusedError as error:
         raise UserError(
-            "nothing listens there: start the server or the first node, or run "
+            "nothing listens there: start the first node, or run "
             f"`{command_line('doctor')} --endpoint :{port} --listen` there to test the connection"
         ) from error
     except OSError as error:

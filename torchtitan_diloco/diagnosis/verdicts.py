@@ -45,8 +45,8 @@ IN_A_ROW = 2
 """Rounds with a cause until a verdict begins, and rounds in a row without it until it ends."""
 MOST_DOUBLED = 6
 MEASURED = 4
-"""Latest transfers of a worker. Their medians count, with a server the fastest: they share its
-link, and which of two shares a link first is chance."""
+"""Latest transfers of a worker. Their medians count, of islands the fastest: they share the link
+of the store, and which of two shares a link first is chance."""
 HISTORY = 32
 """Rounds that are remembered."""
 FEWEST = 8
@@ -356,7 +356,7 @@ def slow_links(
 def slow_transfers(
     names: list[str], here: Mapping[str, Vitals], cycle: float, usual: Usual
 ) -> Iterator[tuple[Cause, str]]:
-    """Look at transfers between workers, without a server."""
+    """Look at transfers between workers of one job."""
     seconds = {
         (sender, receiver): took
         for receiver, vitals in here.items()

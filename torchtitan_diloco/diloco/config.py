@@ -114,7 +114,7 @@ class Link(Section):
     """Network interface between workers, such as `eth0`. Empty: gloo chooses one."""
     streams: Annotated[int, Meta(ge=1, le=MOST_STREAMS)] = 8
     """TCP streams between two workers, which the ranks of a machine share, or from an island to the
-    server. A long link needs several; within one machine there is one. `doctor` measures how many
+    store. A long link needs several; within one machine there is one. `doctor` measures how many
     a link needs."""
     timeout_seconds: Positive = 600
     """Seconds that a transfer may take before the run ends on all workers. A worker that dies ends

@@ -16,12 +16,11 @@ class Vitals(NamedTuple):
     queued: float = 0.0
     """Time for which the training thread was ready to run but had no core, per step."""
     upload: float = 0.0
-    """Time of sending to a server, per cycle."""
+    """Time of sending to the store, per cycle."""
     download: float = 0.0
-    """Time of receiving from a server, per cycle."""
+    """Time of receiving from the store, per cycle."""
     transfers: tuple[float, ...] = ()
-    """Time of receiving from each worker, per cycle, without a server, at the rate of the last
-    round."""
+    """Time of receiving from each worker of one job, per cycle, at the rate of the last round."""
 
     @property
     def step(self) -> float:

@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     site.add_argument("name", metavar="NAME", help="name of the site")
     action = site.add_mutually_exclusive_group()
     for flag, text in (
-        ("renew", "give the site a new password"),
+        ("renew", "give the site a new secret"),
         ("revoke", "remove the login of the site"),
     ):
         action.add_argument(f"--{flag}", action="store_const", const=flag, dest="change", help=text)

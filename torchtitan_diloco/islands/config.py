@@ -126,13 +126,13 @@ def check_may_decide(location: str) -> None:
         )
 
 
-def run_of(join: str) -> str:
-    """Return a short id of the run that `islands.join` names."""
+def location_id(join: str) -> str:
+    """Return a short id of the location that `islands.join` names."""
     path = Path(join).expanduser()
     place = read_join_file(path).location if path.is_file() else join
     if "://" not in place:
         place = str(path.absolute())
-    return f"store-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+    return f"islands-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
 def login_in(join: str) -> str:

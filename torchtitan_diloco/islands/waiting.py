@@ -38,7 +38,7 @@ class Waiting:
             logger.warning(f"{self._who}: waiting since {waited:.0f} s for {what}")
 
     def open(self, location: str, writes: str) -> Store:
-        """Open the store of a run, after waiting for its server."""
+        """Open the store of a run, after waiting until it is there."""
         since = time.monotonic()
         while True:
             try:

@@ -14,7 +14,7 @@ from torchtitan_diloco.config.schema import WORKER_FIELD
 from torchtitan_diloco.data.corpus import find_corpus, own_name
 from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
-from torchtitan_diloco.islands.config import check_may_decide, local_names, run_of
+from torchtitan_diloco.islands.config import check_may_decide, local_names, location_id
 from torchtitan_diloco.store.location import check_location, check_present, is_bucket
 
 MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
@@ -69,7 +69,7 @@ def missing(config: Config) -> Iterator[str]:
     if join := config.islands.join:
         for problem in _tried(check_present, join):
             yield f"islands.join: {problem}"
-        yield from _tried(run_of, join)
+        yield from _tried(location_id, join)
     if config.islands.sync:
         yield from _tried(check_may_decide, config.islands.join)
     yield from _missing_interfaces(config)

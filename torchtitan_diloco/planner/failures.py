@@ -4,7 +4,7 @@ Chips fail independently, at random times. Every way to train has the same close
 and differs in what it puts in: how often the same chips stop, for how long, and which work is lost.
 
 Not in the model: failures that need no restart or hit several chips, and those of a site, the
-server or the network; a lack of spare chips; and what more islands cost in loss and traffic.
+store or the network; a lack of spare chips; and what more islands cost in loss and traffic.
 """
 
 import math

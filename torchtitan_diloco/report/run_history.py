@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands import reader
-from torchtitan_diloco.islands.config import run_of
+from torchtitan_diloco.islands.config import location_id
 from torchtitan_diloco.islands.overview import overview
 from torchtitan_diloco.islands.past import Interval
 from torchtitan_diloco.islands.stays import Stay
@@ -46,7 +46,7 @@ def read_history(location: str) -> RunHistory:
     past = view.past
     return RunHistory(
         run=view.decision.run,
-        ids={view.decision.run, run_of(location)},
+        ids={view.decision.run, location_id(location)},
         headline=numbers,
         stays=past.stays,
         source="the syncer's clock",
