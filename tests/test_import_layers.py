@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "data": {"base", "config"},
     "components": {"base", "diloco", "store", "config", "distributed", "models", "data"},
     "export": {"base", "diloco", "config", "distributed", "models", "data", "components"},
-    "report": {"base", "islands", "config", "components"},
+    "report": {"base", "islands", "store.location", "config", "components"},
     "planner": {"base", "diloco", "config", "models", "data", "components", "report"},
     "diagnosis": {"base", "diloco", "config", "distributed", "components", "planner.ladder"},
     "course": {"base", "diloco", "config", "distributed", "data", "components"},

@@ -97,10 +97,10 @@ def test_a_copy_that_is_broken_off_anywhere_is_whole_or_not_there(
     left = iter(range(broken_after))
     create = Store.create
 
-    def create_some(self: Store, *arguments: Any) -> bool:
+    def create_some(self: Store, *arguments: Any, **options: Any) -> bool:
         if next(left, None) is None:
             raise StoreError("cut off")
-        return create(self, *arguments)
+        return create(self, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "create", create_some)

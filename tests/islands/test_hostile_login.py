@@ -29,7 +29,7 @@ from torchtitan_diloco.store.store import MOST_BYTES
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 WRITERS = 4
-PAUSE = 0.02
+PAUSE = 0.1
 """Seconds between two attacks of a thread: a test of what is written, and not of how much a server
 can take."""
 PATIENCE = 240.0

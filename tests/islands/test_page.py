@@ -73,7 +73,7 @@ def test_the_page_shows_what_was_before_this_syncer(folder: Path) -> None:
             "b is silent",
             "trains",
             "oslo",
-            *("2.9000 at 110 tokens", "own, mean of its last minutes"),
+            "2.9000 at 110 tokens",
             "loss of the shared",
         ):
             assert shown in text
@@ -209,7 +209,7 @@ def test_a_report_of_a_location_needs_no_records(
     for shown in (
         *("2 islands", "Islands of r", "Loss of r", "Training loss of the islands of r"),
         *("Merged tokens of r", "What happened", "b is silent", "of 1,000,000"),
-        "2.9000 at 110 tokens",
+        *("2.9000 at 110 tokens", "own, mean of its last minutes"),
     ):
         assert shown in text, shown
     assert "has not logged a step" not in text

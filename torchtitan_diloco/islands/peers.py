@@ -144,7 +144,6 @@ class IslandPeers(Peers):
         self._boundary_at = math.nan
         self._used: Settings | None = None
         self.reports = IslandReports(islands, self.gauges)
-        self.reports.in_flight = self._rounds.in_flight
         self._waiting = Waiting(f"island {islands.name}")
 
     # --- start and end ----------------------------------------------------------------------------
@@ -157,6 +156,7 @@ class IslandPeers(Peers):
             raise RuntimeError("these peers already belong to an outer loop: create new ones")
         self.islands, config = own_loop_settings(self.islands, config)
         self.reports.islands = self.islands
+        self.reports.in_flight = self._rounds.in_flight
         drop_gathered(model)
         fragments = build_fragments(model, config.fragments)
         states = build_states(fragments, config, has_optimizer=False)

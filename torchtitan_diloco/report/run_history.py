@@ -2,14 +2,16 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.base.user import UserError, no_run
 from torchtitan_diloco.islands import reader
 from torchtitan_diloco.islands.config import location_id
 from torchtitan_diloco.islands.overview import overview
 from torchtitan_diloco.islands.past import Interval
 from torchtitan_diloco.islands.stays import Stay
 from torchtitan_diloco.islands.tables import headline
+from torchtitan_diloco.store.location import JOIN_FILE
 
 PASSING = ("speed", "last merged")
 """Numbers that say nothing of a run that has ended."""
@@ -36,6 +38,9 @@ class RunHistory:
 
 def read_history(location: str) -> RunHistory:
     """Read the history of a run from its location."""
+    path = Path(location)
+    if path.is_file() and path.suffix != JOIN_FILE:
+        raise no_run(path, "decisions")
     with reader.open_reader(location, whole=True) as store:
         view = store.view()
     if view.decision is None or not view.decision.is_founded:
