@@ -15,8 +15,9 @@ versions follow from the first copies.
 
 Faults: a step is a sleep of 0.1 s, so that four islands fit on two cores; H = 20, and tau = 10
 steps are as long as the grace period of a server of one's own, 1 s. A stall is the time of a step
-that a surviving island does not compute, as a multiple of its usual step. The next round is counted
-from the end of the fault, and after the syncer was killed, from the first decision of the next one.
+that a surviving island does not compute, as a multiple of its usual step, without the last cycle of
+the run, in which islands wait until all tokens are merged. The next round is counted from the end
+of the fault, and after the syncer was killed, from the first decision of the next one.
 "up, parts" and "down, parts" are the bytes of the link of an island, by the counters of the kernel,
 as multiples of the parts that it has sent; what is above 1 are requests and notes, which the rate
 of steps determines, and not the size of the model. "versions down" is what it has applied.
@@ -174,7 +175,8 @@ def fault_case(folder: Path, fault: str, store: StoreKind = "serve") -> Found:
         since = time.time()
         back = strike(run, fault, 2)
         audit = run.finish()
-        found = run.seen(others, since) | {"next round, s": run.next_round(run.living, back)}
+        found = run.seen(others, since, but_last=SYNC_EVERY)
+        found |= {"next round, s": run.next_round(run.living, back)}
         return found | run.losses(audit, run.living)
 
 
@@ -206,7 +208,7 @@ def fast_and_slow(folder: Path, store: StoreKind = "serve") -> Found:
         since, audit = time.time(), run.finish()
         slot = run.slot(1)
         merged = 100 * audit["merged_samples"][slot] / run.trained()[slot]
-        found = run.seen([0], since) | run.losses(audit, run.living)
+        found = run.seen([0], since, but_last=SYNC_EVERY) | run.losses(audit, run.living)
         return found | {"merged of the slow one, %": merged}
 
 

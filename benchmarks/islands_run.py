@@ -187,11 +187,18 @@ class IslandsRun(Run):
     def usual(self, worker: int) -> float:
         return float(statistics.median(one["seconds"] for one in self.steps(worker)))
 
-    def seen(self, workers: Iterable[int], since: float, until: float = math.inf) -> Found:
-        """Return the longest stall and the largest idle share of these islands in a time span."""
+    def seen(
+        self, workers: Iterable[int], since: float, until: float = math.inf, *, but_last: int = 0
+    ) -> Found:
+        """Return the longest stall and the largest idle share of these islands in a time span.
+
+        `but_last`: number of the last steps to leave out, in which islands wait until the run has
+        merged all of its tokens.
+        """
         stalls, idle = [], []
         for worker in workers:
             steps = self.steps(worker, since, until)
+            steps = steps[: len(steps) - but_last]
             exposed = [one["exposed"] for one in steps]
             stalls.append(max(exposed) / self.usual(worker))
             idle.append(100 * sum(exposed) / sum(one["seconds"] for one in steps))

@@ -51,6 +51,7 @@ def test_the_longest_stall_is_a_multiple_of_the_usual_step(run: IslandsRun) -> N
     write(run.notes(0), [*steps(5), {"time": 5, "step": 5, "seconds": 3.0, "exposed": 2.0}])
     assert run.seen([0], since=0)["longest stall, steps"] == 2.0
     assert run.seen([0], since=0, until=4)["longest stall, steps"] == 0.01
+    assert run.seen([0], since=0, but_last=1)["longest stall, steps"] == 0.01, "not the end"
 
 
 def test_the_next_round_is_the_first_version_that_all_have_read(run: IslandsRun) -> None:
