@@ -29,9 +29,9 @@ from torchtitan_diloco.store.store import MOST_BYTES
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 WRITERS = 4
-PAUSE = 0.1
-"""Seconds between two attacks of a thread: a test of what is written, and not of how much a server
-can take."""
+PAUSES = {"own_a_slot": 0.1, "rewrite": 0.5, "write_nonsense": 0.5}
+"""Seconds between two attacks of a kind: a test of what is written, and not of how much a server can
+take beside other tests."""
 PATIENCE = 240.0
 
 
@@ -49,8 +49,10 @@ class Attacker:
 
     @contextmanager
     def attacking(self) -> Iterator[None]:
-        attacks = (self.own_a_slot, self.rewrite, self.write_nonsense)
-        threads = [threading.Thread(target=self._repeat, args=(attack,)) for attack in attacks]
+        threads = [
+            threading.Thread(target=self._repeat, args=(getattr(self, name), pause))
+            for name, pause in PAUSES.items()
+        ]
         try:
             threads[0].start()
             assert self.has_slot.wait(PATIENCE)
@@ -67,9 +69,9 @@ class Attacker:
         if self.errors:
             raise self.errors[0]
 
-    def _repeat(self, attack: Callable[[int], None]) -> None:
+    def _repeat(self, attack: Callable[[int], None], pause: float) -> None:
         for number in itertools.count(1):
-            if self._stop.wait(PAUSE):
+            if self._stop.wait(pause):
                 return
             try:
                 with suppress(StoreError):  # it is busy

@@ -18,7 +18,7 @@ from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.tasks import Deliver
 from torchtitan_diloco.store import AwayError, DamagedError
 
-MOST_LISTED = 2000
+MOST_LISTED = 500
 """Maximum number of notes, foundings or changes that are listed."""
 
 
