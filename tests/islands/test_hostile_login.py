@@ -30,8 +30,8 @@ from torchtitan_diloco.store.store import MOST_BYTES
 DEEP = b"[" * 100_000 + b"]" * 100_000
 WRITERS = 4
 PAUSES = {"own_a_slot": 0.1, "rewrite": 0.5, "write_nonsense": 0.5}
-"""Seconds between two attacks of a kind: a test of what is written, and not of how much a server can
-take beside other tests."""
+"""Seconds between two attacks of a kind: a test of what is written, and not of how much a server
+can take beside other tests."""
 PATIENCE = 240.0
 
 
