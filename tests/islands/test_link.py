@@ -20,13 +20,13 @@ from tests.islands.trainees import TOKENS, Trainee, trained
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.link import Claim, Link
-from torchtitan_diloco.islands.payload import Buffer
 from torchtitan_diloco.islands.rules.fragment import Boundary, Send
 from torchtitan_diloco.islands.rules.island import Island
 from torchtitan_diloco.islands.rules.names import VERSION, Object, part_name
 from torchtitan_diloco.islands.rules.note import Part
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.store import AwayError
+from torchtitan_diloco.store.store import Buffer
 
 
 def test_a_version_of_others_waits_for_the_buffer_of_a_slow_upload(tmp_path: Path) -> None:

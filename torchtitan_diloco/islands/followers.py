@@ -33,7 +33,6 @@ from torchtitan_diloco.islands.instructions import rank_lost, share
 from torchtitan_diloco.islands.layout import Layout, Ranks, collect, hexadecimal
 from torchtitan_diloco.islands.payload import (
     HEADER_BYTES,
-    Buffer,
     Header,
     codec_for,
     cut,
@@ -43,6 +42,7 @@ from torchtitan_diloco.islands.payload import (
     read_header,
     write_header,
 )
+from torchtitan_diloco.store.store import Buffer
 
 CLOSE_SECONDS = 1.0
 """Seconds for which the end waits for a call in progress, which a lost rank may never answer."""

@@ -21,7 +21,6 @@ from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.islands.layout import Layout, Shapes
 from torchtitan_diloco.islands.payload import (
     HEADER_BYTES,
-    Buffer,
     Header,
     PartReader,
     codec_for,
@@ -34,6 +33,7 @@ from torchtitan_diloco.islands.rules.changes import CODECS
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.settings import Settings
 from torchtitan_diloco.islands.scratch import FragmentState
+from torchtitan_diloco.store.store import Buffer
 
 
 def outer_optimizer(settings: Settings) -> OuterOptimizer:

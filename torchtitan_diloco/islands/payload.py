@@ -29,11 +29,11 @@ from torchtitan_diloco.islands.layout import Layout, Shapes
 from torchtitan_diloco.islands.rules.changes import CODECS
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.note import MOST_RANKS, Part
+from torchtitan_diloco.store.store import Buffer
 
 _MAGIC = b"tdv1"
 _HEADER = struct.Struct("<4sI8sIIQ")
 HEADER_BYTES = _HEADER.size
-Buffer = bytes | bytearray | memoryview
 
 
 class Header(NamedTuple):
