@@ -320,6 +320,10 @@ TOPK = {
         ({"islands.join": "runs/shared"}, "islands.name"),
         ({"islands.join": "ftp://host/run", "islands.name": "a"}, "islands.join"),
         ({"islands.local": "2"} | TOPK, "diloco.quantization.codec"),
+        (
+            {"islands.local": "2", "diloco.quantization.codec": "topk"},
+            "diloco.quantization.codec",
+        ),
         ({"islands.local": "3", "islands.slots": "1"}, "islands.slots"),
         ({"islands.local": "2", "islands.sync": "true"}, "islands.sync"),
         ({"islands.sync": "true"}, "islands.sync"),

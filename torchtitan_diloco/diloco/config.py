@@ -184,7 +184,9 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     if 0 < diloco.delta_norm_limit <= 1:
         yield "diloco.delta_norm_limit", "must be above 1, or 0 for no limit"
     yield from _quantization_mistakes(diloco.quantization)
-    if diloco.quantization.codec == "topk":
+    if diloco.quantization.codec == "topk" and islands:
+        yield "diloco.quantization.codec", "topk does not work with islands: use fp4_e3m0"
+    elif diloco.quantization.codec == "topk":
         yield from _topk_mistakes(diloco)
     refused = {
         "diloco.method": diloco.method == "none",
@@ -194,8 +196,6 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     for key, is_set in refused.items():
         if is_set and islands:
             yield key, "does not work with islands: remove it"
-    if islands and diloco.quantization.codec == "topk":
-        yield "diloco.quantization.codec", "topk does not work with islands: use fp4_e3m0"
 
 
 def _topk_mistakes(diloco: DiLoCoConfig) -> Mistakes:
