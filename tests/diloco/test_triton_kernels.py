@@ -23,7 +23,6 @@ from torch import Tensor
 from tests.diloco.test_codecs import BLOCK_CODECS, build
 from torchtitan_diloco.diloco.codecs import UNIT, Codec, blocks
 from torchtitan_diloco.diloco.codecs.blocks import BlockCodec
-from torchtitan_diloco.diloco.codecs.topk import TopKCodec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES
 
 WEIGHTS = [3.0, 1.0, 9.0, 0.25]
@@ -85,7 +84,9 @@ def inputs(length: int, block: int, first_kind: int) -> Tensor:
 
 def compare(codec: Codec, values: Tensor, device: str) -> None:
     """Compare the kernels on `device` with plain torch on the CPU."""
-    assert blocks.kernels_for(values.to(device)), "this would compare torch with torch"
+    assert blocks.kernels_for(codec.format, values.to(device)), (
+        "this would compare torch with torch"
+    )
     expected = torch.zeros(codec.wire_bytes(len(values)), dtype=torch.uint8)
     payload, given = Guarded(torch.zeros_like(expected), device), Guarded(values, device)
     with plain_torch():
@@ -168,7 +169,7 @@ def test_kernels_make_the_bits_of_torch(run: Run, name: str) -> None:
 
 
 def _compare_largest(length: int, top: int, device: str) -> None:
-    codec = TopKCodec("topk", top)
+    codec = build("topk", top_values=top)
     compare(codec, inputs(length, 64, 0), device)
     compare_means(codec, length, device)
 
@@ -232,8 +233,8 @@ def _compile_all(cache: Path) -> None:
         assert isinstance(codec, BlockCodec)
         payload = torch.zeros(codec.wire_bytes(length), dtype=torch.uint8)
         values = torch.zeros(length)
-        kernels.encode(values, payload, codec.format)
-        kernels.average([payload] * 3, WEIGHTS[:3], values, codec.format)
+        kernels.encode(values, payload, codec.grid)
+        kernels.average([payload] * 3, WEIGHTS[:3], values, codec.grid)
     for kernel in (encoder, averager, largest):
         fused = {"fma", "FFMA"} & set(re.findall(r"\w+", kernel.ptx + kernel.sass))
         assert not fused, "a merged product and sum is rounded otherwise than torch's"

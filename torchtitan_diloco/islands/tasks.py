@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.diloco.arithmetic import slot_count
 from torchtitan_diloco.islands.layout import Layout, Shapes, hexadecimal
 from torchtitan_diloco.islands.merging import (
     apply_version,
@@ -111,7 +110,7 @@ class FragmentTasks:
         """Open the scratch folder of a run."""
         with self._lock:
             if self._scratch is None:
-                slots = slot_count(outer_optimizer(settings))
+                slots = len(outer_optimizer(settings).rule.slots)
                 name = hashlib.sha256(run.encode()).hexdigest()[:16]
                 self._scratch = Scratch(self._folder / name, shapes, slots)
             return self._scratch
@@ -268,7 +267,13 @@ class FragmentTasks:
         with self._lock:
             parts = [(self._parts[one.incarnation, one.part], one.part.weight) for one in job.parts]
         content = merge(
-            before, after, self.layout(fragment), parts, self.settings(), job.weight_of_all
+            before,
+            after,
+            self.layout(fragment),
+            parts,
+            self.settings(),
+            weight_of_all=job.weight_of_all,
+            clock=job.clock,
         )
         if content is None:
             scratch.release(after)

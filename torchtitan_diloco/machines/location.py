@@ -192,7 +192,7 @@ class Location:
         steps = [seen.step_seconds for seen in decision.seen if seen and seen.step_seconds]
         step = statistics.median(steps) if steps else 0.0
         waits = max(settings.grace, settings.delay * step)
-        codec = build_codec(Quantization(codec=settings.codec, block_size=settings.block_size))  # type: ignore[arg-type]
+        codec = build_codec(Quantization(codec=settings.codec, block_size=settings.block_size))
         size = max(codec.wire_bytes(shared.elements) for shared in decision.fragments)
         rate = self._rates[self._streams]
         needed = size / rate.up + size / rate.down

@@ -52,7 +52,8 @@ class Fetch:
 class Merge:
     """Average parts in this order, step the outer optimizer, encode the update: `on_merged`.
 
-    The learning rate is scaled by the weight of the parts over `weight_of_all`. The new state
+    The learning rate is that at `clock`, the tokens of the fragment with these parts, scaled by the
+    weight of the parts over `weight_of_all`. The new state
     stands beside the one before it until a `Settle`, so that nothing has to be undone. If the
     result is not finite, it is dropped, with its momentum.
     """
@@ -61,6 +62,7 @@ class Merge:
     version: int
     parts: tuple[Waiting, ...]
     weight_of_all: int
+    clock: int
 
 
 @dataclass(frozen=True)

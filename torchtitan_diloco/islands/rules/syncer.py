@@ -440,7 +440,8 @@ class Syncer:
             weight -= outlier.part.weight
         if parts:
             version = one.shared.version + 1
-            self._jobs.append(Merge(one.fragment, version, tuple(parts), weight))
+            clock = one.shared.clock + sum(merged.part.weight for merged in parts)
+            self._jobs.append(Merge(one.fragment, version, tuple(parts), weight, clock))
 
     def _copy_if_due(self, shared: SharedFragment, number: int) -> None:
         """Write copy and outer state if they are due and the last ones are written."""
