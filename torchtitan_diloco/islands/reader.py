@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan_diloco.islands.overview import STALE_SECONDS, View, overview
 from torchtitan_diloco.islands.past import past_of
+from torchtitan_diloco.islands.rules import presence
 from torchtitan_diloco.islands.rules.commit import CallFailedError
 from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.fields import MalformedError
@@ -22,7 +23,6 @@ from torchtitan_diloco.islands.rules.names import (
     run_name,
 )
 from torchtitan_diloco.islands.rules.note import MOST_NOTE, Note, decode_note
-from torchtitan_diloco.islands.rules.presence import SILENT
 from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands.tables import render
 from torchtitan_diloco.store import AwayError, DamagedError, Entry, open_store
@@ -154,7 +154,7 @@ class Reader:
                 continue
             if incarnation in owners:
                 chosen[incarnation] = entry
-            elif entry.age <= SILENT and joining < MOST_JOINING:
+            elif entry.age <= presence.SILENT and joining < MOST_JOINING:
                 chosen[incarnation] = entry
                 joining += 1
         for incarnation, entry in chosen.items():

@@ -56,7 +56,6 @@ from torchtitan_diloco.islands.rules.names import (
     VERSION,
     login_of,
 )
-from torchtitan_diloco.islands.rules.presence import SILENT
 from torchtitan_diloco.islands.rules.settings import RATES
 from torchtitan_diloco.islands.rules.syncer import Syncer
 from torchtitan_diloco.islands.runs import Run
@@ -307,8 +306,7 @@ class Term:
             return False
         if not self._heard.has_read_changes or state.settings != decision.settings:
             return False  # it may be longer now
-        silences = (self.machine.presence.silence(owner) for owner in decision.owners())
-        return all(silence > SILENT for silence in silences)
+        return all(self.machine.presence.is_silent(owner) for owner in decision.owners())
 
     def _begin(self, job: Job) -> None:
         """Pass a job to the threads."""

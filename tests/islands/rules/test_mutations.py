@@ -325,7 +325,7 @@ MUTATIONS = {
     ),
     "another founder follows": Mutation(
         founding.Founders.choose,
-        "self._presence.silence(current) <= SILENT",
+        "not self._presence.is_silent(current)",
         "True",
         test_founding.test_another_founder_follows_one_that_dies,
     ),

@@ -41,7 +41,7 @@ from torchtitan_diloco.islands.rules.jobs import (
 from torchtitan_diloco.islands.rules.ledger import decide, judge, most_samples
 from torchtitan_diloco.islands.rules.names import COPY, OUTER, VERSION, Object, name_of
 from torchtitan_diloco.islands.rules.note import Note, Part, PartHead, decode_note
-from torchtitan_diloco.islands.rules.presence import SILENT, Handover, Presence, Seats
+from torchtitan_diloco.islands.rules.presence import Handover, Presence, Seats
 from torchtitan_diloco.islands.rules.rounds import Round, Speeds, Waiting
 from torchtitan_diloco.islands.rules.writer import Uploads, Writer
 
@@ -422,7 +422,7 @@ class Syncer:
 
     def _look_at_owners(self, state: Decision) -> None:
         """Note which owners have become silent, or are heard again."""
-        away = {one for one in state.owners() if self.presence.silence(one) > SILENT}
+        away = {one for one in state.owners() if self.presence.is_silent(one)}
         for one in sorted(away ^ (self._away & set(state.owners()))):
             kind = EventKind.AWAY if one in away else EventKind.BACK
             state.history.note(self.age(), kind, name_of(one))
