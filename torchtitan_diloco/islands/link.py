@@ -8,7 +8,10 @@
 | upload | stores parts, and deletes those that are decided |
 
 The training thread asks between two steps what to do (`decide`). All use the machine under the lock
-of one condition, which is notified after each change.
+of one condition, which is notified after each change. Three things need no lock: what never
+changes, such as the incarnation; what only the reader changes, such as the position, which is of
+the training thread; and a single reference or flag, such as the decision, which is replaced as a
+whole.
 
 The buffer `delta` of a fragment has two uses: the own delta, until it is encoded, and the next P,
 until it is applied. `Claim` says which, for all ranks of the island (followers.py). A send that is
@@ -22,7 +25,7 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -65,6 +68,7 @@ LOOK = 0.1
 AGAIN_SECONDS = 0.5
 """Seconds after which a failed transfer is repeated."""
 LINES = 8
+Result = TypeVar("Result")
 
 
 class Claim(Enum):
@@ -183,6 +187,12 @@ class Link:
         """Wake the other threads. Hold the lock."""
         self._is_note_due.set()
         self._changed.notify_all()
+
+    def read(self, call: Callable[[Island], Result]) -> Result:
+        """Call a function that only reads the machine, which other threads change, and return its
+        result."""
+        with self._changed:
+            return call(self.machine)
 
     # --- training thread --------------------------------------------------------------------------
 
@@ -327,11 +337,9 @@ class Link:
                 content = self.machine.note(self.gauges())
             try:
                 self.run.brief.replace(name, content, durable=False)
-            except AwayError:
-                self._is_note_due.set()
-                self._sleep(AGAIN_SECONDS)
-            except FullError as error:
-                self.run.say_full(error)
+            except (AwayError, FullError) as error:
+                if isinstance(error, FullError):
+                    self.run.say_full(error)
                 self._is_note_due.set()
                 self._sleep(AGAIN_SECONDS)
             if kind is Kind.CLOUD:
@@ -343,14 +351,9 @@ class Link:
     def _download(self) -> None:
         while True:
             with self._changed:
-                stored = next(
-                    (
-                        one
-                        for one in self.machine.wanted()
-                        if self._claims[one.fragment] is not Claim.PREPARED
-                    ),
-                    None,
-                )
+                wanted = self.machine.wanted()
+                free = (one for one in wanted if self._claims[one.fragment] is not Claim.PREPARED)
+                stored = next(free, None)
                 if stored is None:
                     self._changed.wait(LOOK)
                     if self._closed.is_set():
