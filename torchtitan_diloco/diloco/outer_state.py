@@ -108,7 +108,8 @@ class OuterState:
         self.slots = dict(zip(names, others, strict=True))
         """States of the outer optimizer by name."""
         self.norms = DeltaNorms()
-        self.outer_steps = 0
+        self.optimizer_steps = 0
+        """Number of steps with the state in `slots`. Outer rounds with plain averages make none."""
         self.checksum = 0
         self._block_norms: list[Tensor] = []
         self._staging: Tensor | None = None
@@ -146,14 +147,14 @@ class OuterState:
         for local, outer in zip(self._locals(), self.views(self.outer), strict=True):
             local.copy_(outer)
 
-    def resume(self, delta_norms: list[float], outer_steps: int, *, in_flight: bool) -> None:
+    def resume(self, delta_norms: list[float], optimizer_steps: int, *, in_flight: bool) -> None:
         """Continue from loaded buffers, whose optimizer state results from this number of outer
         steps.
 
         `in_flight`: `delta` holds the next shared copy.
         """
         self.norms = DeltaNorms(delta_norms)
-        self.outer_steps = outer_steps
+        self.optimizer_steps = optimizer_steps
         self.checksum = checksum(self.delta if in_flight else self.outer)
         self._staging = self.delta.to(self.model_device) if in_flight and self._on_host else None
 
@@ -321,7 +322,7 @@ class OuterState:
             optimizer = AVERAGE
             lr = AVERAGE.lr
         else:
-            self.outer_steps += 1
+            self.optimizer_steps += 1
         rows = list[Tensor]()
         mean_square = 0.0 if measured else math.nan
         # All buffers advance block by block, so that a block is in cache for its whole step.
@@ -330,7 +331,7 @@ class OuterState:
         for theta, delta, *slots in zip(*blocks, strict=True):
             if measured:
                 mean_square += float(torch.linalg.vector_norm(delta)) ** 2
-            outer_step(optimizer, theta, delta, slots, count=self.outer_steps, lr=lr)
+            outer_step(optimizer, theta, delta, slots, count=self.optimizer_steps, lr=lr)
             rows.append(row_sums(delta))
         self.checksum = checksum_of(rows)
         self._stage()

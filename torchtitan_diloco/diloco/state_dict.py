@@ -64,8 +64,9 @@ def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
 class FragmentFacts:
     """Saved facts of a fragment, in addition to its tensors."""
 
-    outer_steps: int
-    """Number of steps of its outer optimizer."""
+    optimizer_steps: int
+    """Number of steps of its outer optimizer with its state, which is less than that of outer
+    rounds after plain averages. On an island, whose syncer has the optimizer: the version."""
     weight: float = 0.0
     """Weight of the inner steps whose delta was not sent yet."""
     delta_norms: list[float] = field(default_factory=list)
@@ -131,7 +132,7 @@ class SavedState:
             progress=0.0,
             settings=resume_settings(config),
             layout=layout_of(states),
-            fragments=[FragmentFacts(outer_steps=0) for _ in states],
+            fragments=[FragmentFacts(optimizer_steps=0) for _ in states],
         )
         parts = [part for state in states for part in state.fragment.parts]
         shared = {shared_parameter_name(part.name): part.parameter.detach() for part in parts}
@@ -203,7 +204,9 @@ def save(
     saved = SavedState(replace(facts, fragments=[], in_flight=list(in_flight)), {})
     for index, (state, weight) in enumerate(zip(states, weights, strict=True)):
         fragment = FragmentFacts(
-            outer_steps=state.outer_steps, weight=weight, delta_norms=list(state.norms.latest)
+            optimizer_steps=state.optimizer_steps,
+            weight=weight,
+            delta_norms=list(state.norms.latest),
         )
         if (round_ := in_flight.get(index)) is not None:
             fragment.sent_step = round_.sent_step
@@ -285,7 +288,7 @@ def load(
         new = settings[OPTIMIZER]
         notes.append(f"{OPTIMIZER} was {old} and is {new}: its state starts from zero")
         values |= {slot: {} for slot in config.outer_optimizer.rule.slots}
-        fragments = [replace(fragment, outer_steps=0) for fragment in fragments]
+        fragments = [replace(fragment, optimizer_steps=0) for fragment in fragments]
     for index, (state, fragment) in enumerate(zip(states, fragments, strict=True)):
         for kind, buffer in buffers_of(state, in_flight=index in in_flight).items():
             if not values[kind]:  # what was not saved starts from zero
@@ -293,7 +296,7 @@ def load(
                 continue
             for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
                 view.copy_(local_rows(part.name, values[kind][part.name]))
-        state.resume(fragment.delta_norms, fragment.outer_steps, in_flight=index in in_flight)
+        state.resume(fragment.delta_norms, fragment.optimizer_steps, in_flight=index in in_flight)
     return fragments, in_flight, notes
 
 

@@ -467,7 +467,7 @@ class IslandPeers(Peers):
         samples are read again."""
         if self._link is not None:
             facts.island = write_saved(self._link.read(Island.save))
-        facts.fragments = [FragmentFacts(outer_steps=version) for version in self._versions]
+        facts.fragments = [FragmentFacts(optimizer_steps=version) for version in self._versions]
         state = SavedState(facts, {})
         for one in self._loop.states:
             state.tensors |= saving.named(SHARED, one, one.outer.to("cpu", copy=True), mesh)
