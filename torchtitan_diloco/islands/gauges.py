@@ -39,7 +39,7 @@ class Gauges:
         now, tokens_now, waited_now = steps[-1]
         seconds = now - began or math.inf
         return notes.Gauges(
-            vitals=notes.Vitals(
+            vitals=notes.NotedVitals(
                 vitals.compute,
                 vitals.data,
                 vitals.save,

@@ -59,7 +59,7 @@ class PartHead(msgspec.Struct, array_like=True, frozen=True):
     number: Positive
 
 
-class Vitals(msgspec.Struct, array_like=True, frozen=True):
+class NotedVitals(msgspec.Struct, array_like=True, frozen=True):
     """Seconds of a step, of checkpoints per step, and of transfers per cycle. 0: unknown."""
 
     compute: Seconds = 0.0
@@ -69,15 +69,15 @@ class Vitals(msgspec.Struct, array_like=True, frozen=True):
     upload: Seconds = 0.0
     download: Seconds = 0.0
 
-    def rounded(self) -> "Vitals":
+    def rounded(self) -> "NotedVitals":
         """Return the values with three digits."""
-        return Vitals(*(float(f"{value:.3g}") for value in msgspec.structs.astuple(self)))
+        return NotedVitals(*(float(f"{value:.3g}") for value in msgspec.structs.astuple(self)))
 
 
 class Gauges(msgspec.Struct, array_like=True, frozen=True):
     """Values of an island for users. No decision depends on them."""
 
-    vitals: Vitals = Vitals()
+    vitals: NotedVitals = NotedVitals()
     loss: Loss | None = None  # its training loss
     validated: tuple[Tokens, Loss] | None = None
     """Tokens that the run had merged, and the loss of the shared model then."""
