@@ -12,7 +12,7 @@ from torchtitan_diloco.islands.reader import Reader
 from torchtitan_diloco.islands.rules.decision import Decision, encode_decision
 from torchtitan_diloco.islands.rules.history import encode_bin
 from torchtitan_diloco.islands.rules.names import ISLAND, history_name, run_name
-from torchtitan_diloco.islands.rules.note import Gauges, NotedVitals
+from torchtitan_diloco.islands.rules.note import NotedGauges, NotedVitals
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.store import open_store
 
@@ -44,7 +44,7 @@ class WrittenRun(Desk):
         assert slot is not None
         step = self.steps[incarnation] = self.steps.get(incarnation, 0) + steps
         self.trained[incarnation] = self.trained.get(incarnation, 0) + steps
-        gauges = Gauges(
+        gauges = NotedGauges(
             vitals=vitals or NotedVitals(compute=0.1),
             loss=loss,
             validated=validated,

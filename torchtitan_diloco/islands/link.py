@@ -48,7 +48,7 @@ from torchtitan_diloco.islands.rules.names import (
     founding_name,
     part_name,
 )
-from torchtitan_diloco.islands.rules.note import Gauges, Part
+from torchtitan_diloco.islands.rules.note import NotedGauges, Part
 from torchtitan_diloco.islands.rules.settings import RATES
 from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands.spares import Spares
@@ -106,7 +106,7 @@ class Link:
         """`checksums`: of the copies P."""
         self.run = run
         self.machine = machine
-        self.gauges: Callable[[], Gauges] = Gauges
+        self.gauges: Callable[[], NotedGauges] = NotedGauges
         """Returns values for users, for the next note."""
         self.transfers = Transfers(len(checksums))
         self.read_at = time.monotonic()

@@ -74,7 +74,7 @@ class NotedVitals(msgspec.Struct, array_like=True, frozen=True):
         return NotedVitals(*(float(f"{value:.3g}") for value in msgspec.structs.astuple(self)))
 
 
-class Gauges(msgspec.Struct, array_like=True, frozen=True):
+class NotedGauges(msgspec.Struct, array_like=True, frozen=True):
     """Values of an island for users. No decision depends on them."""
 
     vitals: NotedVitals = NotedVitals()
@@ -134,12 +134,12 @@ class Note(msgspec.Struct, array_like=True):
                 seen.add(part.fragment)
                 yield part
 
-    def read_gauges(self) -> Gauges:
+    def read_gauges(self) -> NotedGauges:
         """Return the values for users, or none if they are malformed."""
         try:
-            return decode_json(self.gauges, Gauges)
+            return decode_json(self.gauges, NotedGauges)
         except ValueError:
-            return Gauges()
+            return NotedGauges()
 
 
 def encode_note(note: Note) -> bytes:
