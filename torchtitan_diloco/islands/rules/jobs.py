@@ -7,7 +7,7 @@ from torchtitan_diloco.islands.rules.decision import SharedFragment
 from torchtitan_diloco.islands.rules.founding import Founding
 from torchtitan_diloco.islands.rules.names import COPY, OUTER, VERSION, Object
 from torchtitan_diloco.islands.rules.note import Part
-from torchtitan_diloco.islands.rules.rounds import Waiting
+from torchtitan_diloco.islands.rules.rounds import WaitingPart
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Merge:
 
     fragment: int
     version: int
-    parts: tuple[Waiting, ...]
+    parts: tuple[WaitingPart, ...]
     weight_of_all: int
     clock: int
 

@@ -42,7 +42,7 @@ from torchtitan_diloco.islands.rules.ledger import decide, judge, most_samples
 from torchtitan_diloco.islands.rules.names import COPY, OUTER, VERSION, Object, name_of
 from torchtitan_diloco.islands.rules.note import Note, Part, PartHead, decode_note
 from torchtitan_diloco.islands.rules.presence import Handover, Presence, Seats
-from torchtitan_diloco.islands.rules.rounds import Round, Speeds, Waiting
+from torchtitan_diloco.islands.rules.rounds import Round, Speeds, WaitingPart
 from torchtitan_diloco.islands.rules.writer import Uploads, Writer
 
 COPY_VERSIONS, COPY_SECONDS = 8, 600.0
@@ -175,7 +175,7 @@ class Syncer:
             elif fate is not Fate.NONE:
                 self._refuse(incarnation, slot, part, fate)
             else:
-                self.rounds[part.fragment].waiting[slot] = Waiting(incarnation, slot, part)
+                self.rounds[part.fragment].waiting[slot] = WaitingPart(incarnation, slot, part)
                 self._jobs.append(Fetch(incarnation, part))
 
     def _decide(self, ledger: Ledger, fate: Fate, number: int, end: int) -> None:
@@ -213,7 +213,7 @@ class Syncer:
         else:
             one.norm = found
 
-    def _waiting(self, incarnation: str, part: Part) -> Waiting | None:
+    def _waiting(self, incarnation: str, part: Part) -> WaitingPart | None:
         waiting = self.rounds[part.fragment].waiting.values()
         return next(
             (one for one in waiting if (one.incarnation, one.part) == (incarnation, part)), None
