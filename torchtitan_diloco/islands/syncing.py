@@ -37,7 +37,7 @@ from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.jobs import (
     Adopt,
     Commit,
-    Delete,
+    DeleteObjects,
     Fetch,
     Job,
     Load,
@@ -332,7 +332,7 @@ class Term:
             case Upload():
                 lane = job.stored.kind, job.stored.fragment
                 self._transfer.submit(lane, partial(self._transfers.upload, job))
-            case Delete():
+            case DeleteObjects():
                 self._delete.submit("delete", partial(self._transfers.do, job))
             case _:
                 self._transfer.submit(type(job).__name__, partial(self._transfers.do, job))

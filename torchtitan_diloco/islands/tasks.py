@@ -22,7 +22,7 @@ from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.founding import WentBackError
 from torchtitan_diloco.islands.rules.jobs import (
     Adopt,
-    Delete,
+    DeleteObjects,
     Fetch,
     Job,
     Load,
@@ -388,6 +388,6 @@ class TransferTasks:
                 name = history_name(job.number)
                 patiently(self._run, lambda: self._run.store.create(name, job.content), self._sleep)
                 self._deliver(lambda machine: machine.on_recorded(job.number))
-            case Delete():
+            case DeleteObjects():
                 for name in job.names:
                     patiently(self._run, partial(self._run.large.delete, name), self._sleep)

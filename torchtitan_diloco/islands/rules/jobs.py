@@ -103,12 +103,12 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Delete:
+class DeleteObjects:
     names: tuple[str, ...]
 
 
 Job: TypeAlias = (
-    Commit | Adopt | Load | Fetch | Merge | Settle | Snapshot | Upload | Record | Delete
+    Commit | Adopt | Load | Fetch | Merge | Settle | Snapshot | Upload | Record | DeleteObjects
 )
 
 

@@ -28,7 +28,7 @@ from torchtitan_diloco.islands.rules.founding import Founders, Founding
 from torchtitan_diloco.islands.rules.history import EventKind, encode_bin
 from torchtitan_diloco.islands.rules.jobs import (
     Adopt,
-    Delete,
+    DeleteObjects,
     Fetch,
     Job,
     Merge,
@@ -226,7 +226,7 @@ class Syncer:
         if state is None or committed is None or not state.is_founded:
             return []
         if done := tuple(name for name in names if name in committed.done):
-            self._jobs.append(Delete(done))
+            self._jobs.append(DeleteObjects(done))
         return self._changes.choose(state, names, self.presence.listened)
 
     def on_change(self, name: str, raw: bytes) -> None:
@@ -356,7 +356,7 @@ class Syncer:
         dropped = self._writer.on_committed(self._now)
         assert self.committed is not None
         if dropped:
-            self._jobs.append(Delete(dropped))
+            self._jobs.append(DeleteObjects(dropped))
         self.uploads.commit(self.committed.number)
         earlier = [] if before is None else before.fragments
         pairs = zip(earlier, self.committed.fragments, strict=False)  # none before it is founded
