@@ -35,7 +35,7 @@ from benchmarks.network import NoNetwork, wait_until
 from benchmarks.sync import cpu_seconds
 from torchtitan_diloco.diloco.formats import island_formats
 from torchtitan_diloco.islands.layout import Layout, hexadecimal
-from torchtitan_diloco.islands.link import BEAT
+from torchtitan_diloco.islands.link import NOTE_SECONDS
 from torchtitan_diloco.islands.payload import Header, encode, memory_of
 from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.founding import Founding, encode_founding
@@ -220,7 +220,7 @@ class Measured:
                 self.newest = decision
                 for puppet in self.puppets:
                     puppet.read(decision)
-            if time.monotonic() - self._noted_at > BEAT:
+            if time.monotonic() - self._noted_at > NOTE_SECONDS:
                 self.write_notes()
             return self.newest is not None and reached(self.newest)
 

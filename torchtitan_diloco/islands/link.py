@@ -55,7 +55,7 @@ from torchtitan_diloco.islands.spares import Spares
 from torchtitan_diloco.islands.transfers import Transfers
 from torchtitan_diloco.store import AwayError, DamagedError, FullError, Kind, RefusedError
 
-BEAT = 1.0
+NOTE_SECONDS = 1.0
 """Seconds between two notes without a change."""
 LEAST_PAUSE = {Kind.FOLDER: 0.1, Kind.NEAR: 0.1, Kind.CLOUD: 1.0}
 """Minimum seconds between two notes, unless the next one has a new part and the store is no cloud:
@@ -329,7 +329,7 @@ class Link:
         kind = self.run.store.kind
         name = ISLAND + self.machine.incarnation
         while True:
-            self._is_note_due.wait(BEAT)
+            self._is_note_due.wait(NOTE_SECONDS)
             self._sleep(0.0)  # no note is written once it is closed
             self._is_note_due.clear()
             self._is_part_new.clear()
