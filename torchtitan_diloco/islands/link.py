@@ -52,7 +52,7 @@ from torchtitan_diloco.islands.rules.note import NotedGauges, Part
 from torchtitan_diloco.islands.rules.settings import RATES
 from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands.spares import Spares
-from torchtitan_diloco.islands.transfers import Transfers
+from torchtitan_diloco.islands.transfers import AGAIN_SECONDS, Transfers
 from torchtitan_diloco.store import AwayError, DamagedError, FullError, Kind, RefusedError
 
 NOTE_SECONDS = 1.0
@@ -65,8 +65,6 @@ LEAST_POLL, SHARE_OF_WAIT = 0.005, 1 / 16
 and at least these seconds, if that is less than `poll_seconds` and the store is no cloud."""
 LOOK = 0.1
 """Longest single wait of training, because a thread may have failed in the meantime."""
-AGAIN_SECONDS = 0.5
-"""Seconds after which a failed transfer is repeated."""
 LINES = 8
 Result = TypeVar("Result")
 

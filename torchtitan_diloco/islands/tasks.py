@@ -47,12 +47,11 @@ from torchtitan_diloco.islands.rules.syncer import Syncer
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.scratch import FragmentState, Scratch
 from torchtitan_diloco.islands.spares import Spares
+from torchtitan_diloco.islands.transfers import AGAIN_SECONDS
 from torchtitan_diloco.store import AwayError, DamagedError, FullError
 
 LOOKS, LOOK_SECONDS = 10, 0.3
 """Number of attempts to find an object that is not visible yet, and the seconds between them."""
-AGAIN_SECONDS = 1.0
-"""Seconds after which a failed transfer is repeated."""
 SPARE_PARTS = 8
 """Number of parts whose memory is kept for other parts."""
 SPARE_BYTES = 4096
