@@ -44,7 +44,7 @@ from torchtitan_diloco.islands.payload import (
 )
 from torchtitan_diloco.store.store import Buffer
 
-CLOSE_SECONDS = 1.0
+UNANSWERED_SECONDS = 1.0
 """Seconds for which the end waits for a call in progress, which a lost rank may never answer."""
 
 
@@ -128,7 +128,7 @@ class SharedCopies:
 
     def stop(self) -> None:
         """End `follow` on the other ranks."""
-        if self._calls.acquire(timeout=CLOSE_SECONDS):
+        if self._calls.acquire(timeout=UNANSWERED_SECONDS):
             with suppress(WorkerLostError):
                 share(Request("stop"), Request, self._group)
             self._calls.release()
