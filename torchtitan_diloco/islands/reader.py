@@ -31,8 +31,8 @@ REFRESH_SECONDS, LONGEST_PAUSE = 1.0, 0.1
 LISTEN_SECONDS = 2.5
 """Seconds to wait for a new decision if the clock of the store does not say that the newest one is
 new."""
-PATIENCE = 5.0
-"""Seconds for which a call of the store is repeated at the start."""
+COMMAND_PATIENCE = 5.0
+"""Seconds for which a command repeats a call of the store that it needs."""
 NEWEST_BINS = 12
 """Number of objects of the history to read, unless all are needed: at least an hour."""
 MOST_JOINING = 64
@@ -193,8 +193,8 @@ def _age(entry: Entry) -> float:
 @contextmanager
 def open_reader(location: str, *, whole: bool = False) -> Iterator[Reader]:
     """Yield a reader that has read a run once. `whole`: read the whole history."""
-    store = open_store(location, writes=None, patience=PATIENCE, quiet=True)
-    run = Run(store, patience=PATIENCE)
+    store = open_store(location, writes=None, patience=COMMAND_PATIENCE, quiet=True)
+    run = Run(store, patience=COMMAND_PATIENCE)
     try:
         reader = Reader(run, whole=whole)
         reader.read()
