@@ -53,7 +53,7 @@ from torchtitan_diloco.islands.rules.settings import RATES
 from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands.spares import Spares
 from torchtitan_diloco.islands.transfers import AGAIN_SECONDS, Transfers
-from torchtitan_diloco.store import AwayError, DamagedError, FullError, Kind, RefusedError
+from torchtitan_diloco.store import AwayError, DamagedObjectError, FullError, Kind, RefusedError
 
 NOTE_SECONDS = 1.0
 """Seconds between two notes without a change."""
@@ -365,7 +365,7 @@ class Link:
                 logger.warning(f"{error}; trying again")
                 self._sleep(AGAIN_SECONDS)
                 continue
-            except DamagedError as error:
+            except DamagedObjectError as error:
                 logger.warning(f"{error}; trying again, until there is a newer copy")
                 self._sleep(AGAIN_SECONDS)
                 content = None

@@ -25,7 +25,7 @@ from torchtitan_diloco.islands.rules.names import (
 from torchtitan_diloco.islands.rules.note import MOST_NOTE, Note, decode_note
 from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands.tables import render
-from torchtitan_diloco.store import AwayError, DamagedError, Entry, open_store
+from torchtitan_diloco.store import AwayError, DamagedObjectError, Entry, open_store
 
 REFRESH_SECONDS, LONGEST_PAUSE = 1.0, 0.1
 LISTEN_SECONDS = 2.5
@@ -161,7 +161,7 @@ class Reader:
             tag = entry.size, entry.tag
             if self._tags.get(incarnation) == tag:
                 continue
-            with suppress(DamagedError, MalformedError):
+            with suppress(DamagedObjectError, MalformedError):
                 found = self.run.brief.get(entry.name)
                 if found is not None:
                     self._notes[incarnation] = decode_note(found.content)
@@ -180,7 +180,7 @@ class Reader:
             if number in self._bins:
                 continue
             one: Bin | None = None
-            with suppress(DamagedError, MalformedError):
+            with suppress(DamagedObjectError, MalformedError):
                 found = self.run.brief.get(history_name(number))
                 one = None if found is None else decode_bin(found.content)
             self._bins[number] = one

@@ -48,7 +48,7 @@ from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.scratch import FragmentState, Scratch
 from torchtitan_diloco.islands.spares import Spares
 from torchtitan_diloco.islands.transfers import AGAIN_SECONDS
-from torchtitan_diloco.store import AwayError, DamagedError, FullError
+from torchtitan_diloco.store import AwayError, DamagedObjectError, FullError
 
 LOOKS, LOOK_SECONDS = 10, 0.3
 """Number of attempts to find an object that is not visible yet, and the seconds between them."""
@@ -175,7 +175,7 @@ class FragmentTasks:
             if content is None:
                 return ""
             read_copy(content, state.published)
-        except (DamagedError, MalformedError):
+        except (DamagedObjectError, MalformedError):
             return ""
         state.theta.copy_(state.published)
         for slot in state.slots:
@@ -191,7 +191,7 @@ class FragmentTasks:
         if state is None:
             try:
                 state = self._load_objects(job, version)
-            except (DamagedError, MalformedError) as error:
+            except (DamagedObjectError, MalformedError) as error:
                 raise UserError(
                     f"fragment {job.fragment} of the run is damaged ({error}): put back a copy of "
                     "the store, or begin at an empty location from the newest checkpoint of an "
@@ -351,7 +351,7 @@ class TransferTasks:
                     found = self._judge(job, content)
                     break
                 self._sleep(LOOK_SECONDS)
-        except DamagedError:
+        except DamagedObjectError:
             pass
         self._deliver(lambda machine: machine.on_part(job.incarnation, part, found))
 
