@@ -116,8 +116,8 @@ class LargeObjects:
         `most`: maximum size that the reader accepts, whatever the writer declares. `into`: bytes in
         place of new memory, which must have room for the content; the part with the content is
         returned. After an error, the memory must not be used for anything else, because a chunk
-        that is under way may still be written to it. Raises DamagedObjectError if the content is larger,
-        or a part of it is missing, truncated or altered.
+        that is under way may still be written to it. Raises DamagedObjectError if the content is
+        larger, or a part of it is missing, truncated or altered.
         """
         most = len(into) if into is not None else most
         head = self._head(name)

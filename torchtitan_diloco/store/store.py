@@ -211,7 +211,7 @@ class Store:
         """Return the content of an object, or None if there is none.
 
         `large`: whether it may have some MB, for which a silence of seconds is no failure. `most`:
-        maximum size that the reader accepts; a larger content is not read, but a DamagedObjectError.
+        maximum size that the reader accepts; a larger content is not read: DamagedObjectError.
         """
         check_name(name)
         most += SEAL_BYTES
@@ -364,7 +364,7 @@ def seal(content: Buffer, known: bytes = b"") -> Sealed:
 
 
 def unseal(place: str, sealed: Sealed) -> bytes:
-    """Check a content, and return its checksum. Raise a DamagedObjectError that names its location."""
+    """Check a content, and return its checksum. Raise a DamagedObjectError that names its place."""
     content = sealed.content
     found = bytes(sealed.seal)
     if len(found) < SEAL_BYTES or not found.endswith(_MARK):
