@@ -36,8 +36,9 @@ from torchtitan_diloco.base.hardware import GIB
 from torchtitan_diloco.base.user import REPOSITORY
 from torchtitan_diloco.components.metrics import compute_percent, hidden_percent, totals_of
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
-from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
+from torchtitan_diloco.diloco.codecs import UNIT, build_codec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
+from torchtitan_diloco.diloco.formats import FORMATS
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.outer_state import OuterState, background_stream
@@ -126,7 +127,7 @@ MINIATURE = Scale(
 def bits(scale: Scale, _: Path) -> Iterator[Check]:
     """Compare wire formats and an outer round with those of the CPU."""
     wrong, values = list[str](), 1e-3 * torch.randn(3 * UNIT + 77)
-    cases = list(product(CODECS, scale.blocks))
+    cases = list(product(FORMATS, scale.blocks))
     for name, block in cases:
         found = []
         for device in (core.CPU, scale.device):
@@ -165,7 +166,7 @@ def outer_round(model_device: torch.device, state_device: torch.device) -> tuple
     state.take_delta()
     with state.background():
         state.finish_delta()
-        state.advance()
+        state.advance(OuterOptimizer.lr)
     state.apply(state.delta, Mode.MIX, 0.5)
     local = torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
     return state.outer.cpu(), local
@@ -175,7 +176,7 @@ def codec(scale: Scale, _: Path) -> Iterator[Check]:
     """Compare encode + decode with a copy, on the stream of an exchange."""
     for megabytes, name in product(scale.megabytes, ("fp32", "bf16", "int8", "fp4_e3m0")):
         values = torch.randn(round(megabytes * 1e6 / 4), device=scale.device)
-        made = build_codec(Quantization(name))  # type: ignore[arg-type]
+        made = build_codec(Quantization(name))
         with torch.cuda.stream(background_stream(scale.device)) if scale.on_gpu else nullcontext():
             found = sync.measure_codec(made, values, scale.rounds)
         share = statistics.median(sync.share_of_copy(found))

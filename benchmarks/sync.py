@@ -45,8 +45,9 @@ from torchtitan_diloco.diloco import (
     Quantization,
     StreamingDiLoCo,
 )
-from torchtitan_diloco.diloco.codecs import CODECS, Codec, build_codec
+from torchtitan_diloco.diloco.codecs import Codec, build_codec
 from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
+from torchtitan_diloco.diloco.formats import FORMATS
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
@@ -59,7 +60,7 @@ WORKERS = 2
 MEGABYTES = 33.6
 """Size of the parameters in fp32."""
 TIMEOUT = 600
-FORMATS = "format | bits | encode GB/s | decode GB/s"
+FORMAT_COLUMNS = "format | bits | encode GB/s | decode GB/s"
 SYNCS = {"exposed ms": ",.1f", "CPU ms": ".0f", "server CPU ms": ".0f", "sent MB": ".3f"}
 """Columns of a sync, and their formats."""
 LEGEND = """\
@@ -102,7 +103,7 @@ def share_of_copy(found: dict[str, list[float]]) -> list[float]:
 
 def format_row(name: str, rounds: int) -> list[str]:
     values = 1e-3 * torch.randn(round(MEGABYTES * 1e6 / 4))
-    codec = build_codec(Quantization(codec=name))  # type: ignore[arg-type]
+    codec = build_codec(Quantization(codec=name))
     found = measure_codec(codec, values, rounds)
     speeds = [
         core.summary([values.nbytes / seconds for seconds in found[key]], ".2f", 1e-9)
@@ -118,7 +119,7 @@ def measure_outer_step(rounds: int) -> str:
 
     def step() -> float:
         state.delta.normal_(std=1e-3)
-        return core.timed(lambda: state.advance(measured=True)).wall
+        return core.timed(lambda: state.advance(OuterOptimizer.lr, measured=True)).wall
 
     (seconds,) = core.take_turns({"step": step}, rounds).values()
     return f"outer step: {core.summary(seconds, '.2f', 1e3)} ms"
@@ -321,7 +322,7 @@ def main() -> None:
     parser = core.build_parser(__doc__)
     tables = core.one_of(("formats", "syncs"))
     parser.add_argument("--tables", type=tables, default="", help="default: both")
-    parser.add_argument("--codecs", type=core.one_of(CODECS), default="fp32,bf16,int8,fp4_e3m0")
+    parser.add_argument("--codecs", type=core.one_of(FORMATS), default="fp32,bf16,int8,fp4_e3m0")
     parser.add_argument("--rounds", type=core.positive, default=9)
     kinds = core.one_of(get_args(Kind))
     parser.add_argument("--kinds", type=kinds, default="", help="of syncs; default: all")
@@ -335,7 +336,7 @@ def main() -> None:
     print(f"{about}; torch {torch.__version__}\n{LEGEND}")
     if "formats" in options.tables:
         rows = [format_row(name, options.rounds) for name in options.codecs]
-        core.print_table(f"one thread; {measure_outer_step(options.rounds)}", FORMATS, rows)
+        core.print_table(f"one thread; {measure_outer_step(options.rounds)}", FORMAT_COLUMNS, rows)
     if "syncs" in options.tables:
         rows = measure_syncs(options)
         header = " | ".join(["loop", *SYNCS, "memory MB"])

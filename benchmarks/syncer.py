@@ -33,10 +33,10 @@ from benchmarks import core
 from benchmarks.hosts import FolderHost
 from benchmarks.network import NoNetwork, wait_until
 from benchmarks.sync import cpu_seconds
+from torchtitan_diloco.diloco.formats import island_formats
 from torchtitan_diloco.islands.layout import Layout, hexadecimal
-from torchtitan_diloco.islands.link import BEAT
+from torchtitan_diloco.islands.link import NOTE_SECONDS
 from torchtitan_diloco.islands.payload import Header, encode, memory_of
-from torchtitan_diloco.islands.rules.changes import CODECS
 from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.founding import Founding, encode_founding
 from torchtitan_diloco.islands.rules.fragment import Boundary
@@ -220,7 +220,7 @@ class Measured:
                 self.newest = decision
                 for puppet in self.puppets:
                     puppet.read(decision)
-            if time.monotonic() - self._noted_at > BEAT:
+            if time.monotonic() - self._noted_at > NOTE_SECONDS:
                 self.write_notes()
             return self.newest is not None and reached(self.newest)
 
@@ -310,7 +310,7 @@ def main() -> None:
     add("--islands", type=core.list_of(core.positive), default=[2, 4, 8])
     add("--threads", type=core.positive, default=os.cpu_count(), help="default: all cores")
     add("--fragments", type=core.positive, default=8)
-    add("--codec", choices=CODECS, default="fp4_e3m0")
+    add("--codec", choices=island_formats(), default="fp4_e3m0")
     add("--cycles", type=core.positive, default=3)
     add("--folder", type=Path, help="for the store and the scratch folder")
     options = parser.parse_args()

@@ -45,7 +45,7 @@ from torchtitan_diloco.components.mirror import other_settings
 from torchtitan_diloco.config import ConfigError, load_config, to_toml
 from torchtitan_diloco.config.schema import portable
 from torchtitan_diloco.launching.preflight import missing
-from torchtitan_diloco.store import DamagedError, Store, StoreError, open_store
+from torchtitan_diloco.store import DamagedObjectError, Store, StoreError, open_store
 from torchtitan_diloco.trainer import Trainer
 
 TOKEN = "this start"
@@ -170,7 +170,7 @@ def test_a_part_that_was_altered_or_is_gone_is_named(
     copies.save(write_checkpoint(tmp_path / "here", 4), 0, TOKEN)
     damage(next((tmp_path / "mirror/worker-0").rglob("rank-0*")))
     target = checkpoint_path(tmp_path / "back", 4)
-    with pytest.raises(DamagedError, match=r"rank-0\.safetensors"):
+    with pytest.raises(DamagedObjectError, match=r"rank-0\.safetensors"):
         copies.fetch(copies.whole()[0], 0, target)
     assert list(target.parent.iterdir()) == []
 
@@ -184,7 +184,7 @@ def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     file.unlink()
     evil = replace(manifest, files={"../../evil": (1, 1)})
     copies._large.create(f"copy/{copies_name(manifest)}/worker-0", evil.to_json().encode())
-    with pytest.raises(DamagedError, match="manifest of another one"):
+    with pytest.raises(DamagedObjectError, match="manifest of another one"):
         copies.fetch(Copy.of(manifest), 0, checkpoint_path(tmp_path / "back", 4))
 
 

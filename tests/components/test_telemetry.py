@@ -41,7 +41,7 @@ from torchtitan_diloco.components.telemetry import RunProgress, StepResult, Tele
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.data_parallel import DataParallel, OuterLoop
 from torchtitan_diloco.diloco.flags import OUTLIER
-from torchtitan_diloco.diloco.fragments import Fragment, Part
+from torchtitan_diloco.diloco.fragments import Fragment, FragmentParameter
 from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.distributed.world import World
@@ -295,7 +295,9 @@ def test_the_record_of_a_round() -> None:
     one.applied_step, one.due, one.taken, one.begun = 6, 0.0, 0.1, 1.0
     one.ready, one.asked, one.fetched, one.applied = 4.0, 3.0, 4.0, 4.5
     one.delta_square, one.mean_square, one.drift = 9.0, 4.0, torch.tensor(2.0)
-    fragment = Fragment(0, "blocks", (Part("weight", nn.Parameter(torch.zeros(2 * BYTES))),))
+    fragment = Fragment(
+        0, "blocks", (FragmentParameter("weight", nn.Parameter(torch.zeros(2 * BYTES))),)
+    )
     found = json.loads(to_line(round_record(one, fragment, clock=1000.0)))
     assert (found["kind"], found["step"], found["fragment_name"]) == ("round", 6, "blocks")
     assert (found["parameters"], found["values"]) == (2 * BYTES, BYTES)

@@ -313,6 +313,7 @@ TOPK = {
         ({"diloco.quantization.top_values": "32"}, "diloco.quantization.top_values"),
         ({"diloco.quantization.codec": "topk"}, "diloco.outer_optimizer.name"),
         (TOPK | {"diloco.outer_optimizer.lr": "0.4"}, "diloco.outer_optimizer.lr"),
+        (TOPK | {"diloco.outer_optimizer.warmup": "0.1"}, "diloco.outer_optimizer.warmup"),
         (TOPK | {"diloco.overlap.mixing": "1"}, "diloco.overlap.mixing"),
         (TOPK | {"diloco.overlap.mixing_end": "1"}, "diloco.overlap.mixing_end"),
         (TOPK | {"diloco.quantization.block_size": "32"}, "diloco.quantization.block_size"),
@@ -411,6 +412,11 @@ WARM = {"lr_schedule.warmup": "200"}
         ),
         (200, {"diloco.beginning.length": "0.999"}, ["has 200 steps, at least as many as"]),
         (200, {"diloco.beginning.length": "199"}, ["the run has 20 outer rounds"]),
+        (
+            2000,
+            {"diloco.beginning.length": "0.5", "diloco.outer_optimizer.warmup": "1001"},
+            ["warmup has 1001 steps, more than the 1000 of the run after its beginning"],
+        ),
         (200, {"diloco.sync_every": "300"}, ["never exchange anything"]),
         (200, {"diloco.sync_every": "300", "diloco.workers": "1"}, []),
         (

@@ -235,7 +235,7 @@ def test_links_are_judged_unless_workers_meet_on_the_loopback(
 def test_a_step_that_hangs_writes_its_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watch, "HANG_SECONDS", 0.05)
+    monkeypatch.setattr(watch, "STACKS_SECONDS", 0.05)
     with Stacks(tmp_path, 0) as stacks:
         stacks.expect_step(usual=0.001)
         wait_until(lambda: stacks.path.stat().st_size > 0, "the stacks")

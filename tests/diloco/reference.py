@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 
 Values = dict[str, Tensor]
@@ -40,7 +39,7 @@ class ReferenceDiLoCo:
         """`fragments`: parameter names. `transmit`: of deltas. `gather`: of the mean."""
         self.config, self.T = config, total_steps
         self.fragments, self.transmit, self.gather = fragments, transmit, gather
-        self.is_sparse = build_codec(config.quantization).is_sparse
+        self.is_sparse = config.quantization.format.is_sparse
         self.theta = [dict(worker.named_parameters()) for worker in workers]
         self.Theta = {name: value.detach().float().clone() for name, value in self.theta[0].items()}
         self.in_flight: list[MeanInFlight] = []
@@ -87,7 +86,9 @@ class ReferenceDiLoCo:
         else:
             for name, delta in message.mean.items():
                 self.Theta[name].grad = delta
-            self.optimizers[message.fragment].step()
+            optimizer = self.optimizers[message.fragment]
+            optimizer.param_groups[0]["lr"] = self._outer_lr(message.sent)
+            optimizer.step()
         for theta, sent in zip(self.theta, message.deltas, strict=True):
             if self.is_sparse:
                 for name, delta in sent.items():
@@ -95,6 +96,11 @@ class ReferenceDiLoCo:
                     theta[name].data += torch.where(change == 0, 0.0, change + delta)
             else:
                 self._mix(theta, self.fragments[message.fragment], alpha)
+
+    def _outer_lr(self, t: int) -> float:
+        outer, B = self.config.outer_optimizer, self.config.beginning.length
+        warmup = outer.warmup * self.T if outer.warmup < 1 else outer.warmup
+        return outer.lr * min(1.0, (t - B) / warmup) if warmup else outer.lr
 
     def _mean_delta(self, p: int, deltas: list[Values], weights: Sequence[float]) -> Values:
         """Return a running mean over the workers that sent a value, rounded as in the exchange: a

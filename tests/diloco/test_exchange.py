@@ -13,10 +13,10 @@ from torch import Tensor
 from tests.diloco.toy import join
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import exchange
-from torchtitan_diloco.diloco.arithmetic import BLOCK
 from torchtitan_diloco.diloco.codecs import build_codec
-from torchtitan_diloco.diloco.config import CodecName, Quantization
+from torchtitan_diloco.diloco.config import Quantization
 from torchtitan_diloco.diloco.exchange import Exchange, chunk_and_window
+from torchtitan_diloco.diloco.outer_step import BLOCK
 from torchtitan_diloco.diloco.transport import Bytes, Header, header_bytes
 from torchtitan_diloco.diloco.vitals import Vitals
 from torchtitan_diloco.distributed import world as world_module
@@ -36,7 +36,7 @@ def header(weight: float = 1.0, flags: int = 0) -> Header:
 
 
 def build(
-    world: World, codec: CodecName, largest: int, patches: dict[str, Any], device: str = "cpu"
+    world: World, codec: str, largest: int, patches: dict[str, Any], device: str = "cpu"
 ) -> Exchange:
     """Return an exchange on a CPU, built with other values of names of its module."""
     group, where = world.group(WORKER), torch.device(device)
@@ -49,7 +49,7 @@ def build(
         return Exchange(group, own, **limits, device=where, streams=world.streams)
 
 
-def _exchange(codec: CodecName, window: int, weights: list[float]) -> list[tuple[Tensor, float]]:
+def _exchange(codec: str, window: int, weights: list[float]) -> list[tuple[Tensor, float]]:
     """Return means and scalar products, with chunks of one block, `window` of them in flight."""
     workers, sizes = len(weights), {"chunk_and_window": lambda *_, **__: (BLOCK, window)}
     made, found = build(join(workers), codec, max(SIZES), sizes), []
@@ -62,7 +62,7 @@ def _exchange(codec: CodecName, window: int, weights: list[float]) -> list[tuple
     return found
 
 
-def mean_at_once(name: CodecName, deltas: list[Tensor], weights: list[float]) -> Tensor:
+def mean_at_once(name: str, deltas: list[Tensor], weights: list[float]) -> Tensor:
     """Return the mean of whole deltas. Workers of weight 0 are left out."""
     codec, mean = build_codec(Quantization(name)), torch.zeros_like(deltas[0])
     heard = {one: weight for one, weight in enumerate(weights) if weight}
@@ -88,7 +88,7 @@ def mean_at_once(name: CodecName, deltas: list[Tensor], weights: list[float]) ->
     ],
 )
 def test_every_chunk_is_its_own_mean(
-    processes: ProcessPool, codec: CodecName, window: int, weights: list[float]
+    processes: ProcessPool, codec: str, window: int, weights: list[float]
 ) -> None:
     workers = len(weights)
     results = processes.run(_exchange, workers, codec, window, weights)
@@ -108,7 +108,7 @@ def test_every_chunk_is_its_own_mean(
             assert dot == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
-def _over_streams(codec: CodecName, workers: int, streams: int) -> tuple[list[Tensor], set[int]]:
+def _over_streams(codec: str, workers: int, streams: int) -> tuple[list[Tensor], set[int]]:
     """Return means, and the streams that were used, with the number that the world has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world_module, "is_loopback", lambda _: False)
@@ -133,7 +133,7 @@ def _over_streams(codec: CodecName, workers: int, streams: int) -> tuple[list[Te
 
 @pytest.mark.parametrize(("workers", "codec"), [(2, "fp4_e3m0"), (3, "fp32"), (3, "topk")])
 def test_streams_are_all_used_and_change_no_bit(
-    processes: ProcessPool, workers: int, codec: CodecName
+    processes: ProcessPool, workers: int, codec: str
 ) -> None:
     plain = processes.run(_over_streams, workers, codec, workers, 1)
     several = processes.run(_over_streams, workers, codec, workers, 4)
@@ -147,7 +147,7 @@ def room_for_both(size: int, device: torch.device, *, is_read_in_place: bool = F
     return Bytes(*(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)))
 
 
-def _by_way_of_the_host(workers: int, codec: CodecName) -> list[Tensor]:
+def _by_way_of_the_host(workers: int, codec: str) -> list[Tensor]:
     """Return means, in chunks of a CPU and of a GPU; the latter with buffers for gloo apart from
     those of the codec, and also with deltas that are not where they are encoded."""
     world, found = join(workers), list[Tensor]()
@@ -165,7 +165,7 @@ def _by_way_of_the_host(workers: int, codec: CodecName) -> list[Tensor]:
 
 @pytest.mark.parametrize(("workers", "codec"), [(2, "topk"), (3, "fp4_e3m0")])
 def test_encoded_bytes_by_way_of_the_host_make_the_same_mean(
-    processes: ProcessPool, workers: int, codec: CodecName
+    processes: ProcessPool, workers: int, codec: str
 ) -> None:
     results = processes.run(_by_way_of_the_host, workers, workers, codec)
     for mean, *others in results:

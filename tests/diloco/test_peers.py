@@ -51,7 +51,7 @@ class Alone(Peers):
         round_ = Round(index, loop.step, loop.step, state.values)
         loop.take(round_)
         state.finish_delta()
-        state.advance(average=True)
+        state.advance(None)
         loop.apply(round_, state.delta, Mode.TAKE)
 
     def check(self) -> None: ...

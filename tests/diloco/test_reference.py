@@ -10,7 +10,15 @@ from torch import Tensor
 from tests.diloco.reference import ReferenceDiLoCo, Values
 from tests.diloco.toy import Net, config, full, inner_step, parameters, start
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import Beginning, DiLoCoConfig, Fragments, Link, Overlap, Quantization
+from torchtitan_diloco.diloco import (
+    Beginning,
+    DiLoCoConfig,
+    Fragments,
+    Link,
+    OuterOptimizer,
+    Overlap,
+    Quantization,
+)
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.schedule import is_dropped
@@ -49,7 +57,7 @@ class Wire:
         return delta if self.case.workers == 1 else self._coded(delta)
 
     def gather(self, mean: Values) -> Values:
-        at_once = self.case.workers <= 2 or self.codec.is_sparse
+        at_once = self.case.workers <= 2 or self.codec.format.is_sparse
         return mean if at_once else self._coded(mean)
 
     def _coded(self, values: Values) -> Values:
@@ -143,6 +151,10 @@ CASES = {
     "mixing": [Case(2, config(2, tau, alpha)) for alpha, tau in [(0.0, 0), (0.0, 3), (1.0, 3)]],
     "turns": [Case(2, with_turns(3, 2)), Case(3, with_turns(0, 1))],
     "outer optimizers": [Case(2, config(2, 3, name=name)) for name in ("momentum", "sgd", "adam")],
+    "warm-up": [
+        Case(2, config(2, 3, warmup=19)),
+        Case(2, replace(with_turns(3, 2), outer_optimizer=OuterOptimizer("adam", warmup=0.5))),
+    ],
     "patterns": [Case(2, replace(config(2, 3), fragments=pattern)) for pattern in PATTERNS],
     "FSDP inside": [
         Case(2, config(0, 0, 0.0), ranks=2),

@@ -13,11 +13,11 @@ from tests.diloco.reference import build_optimizer
 from tests.diloco.toy import AVERAGE_EVERY_STEP, config, full, inner_step, join, start
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Quantization, StreamingDiLoCo
-from torchtitan_diloco.diloco.arithmetic import BLOCK
-from torchtitan_diloco.diloco.config import CodecName, Fragments, OuterOptimizer
+from torchtitan_diloco.diloco.config import Fragments, OuterOptimizer
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.outer_state import OuterState, checksum
+from torchtitan_diloco.diloco.outer_step import BLOCK
 from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.distributed.world import WORKER
 
@@ -30,7 +30,7 @@ def flat(values: dict[str, Tensor]) -> Tensor:
 
 
 def _rounds(
-    workers: int, ranks: int, codec: CodecName, measure_every: int
+    workers: int, ranks: int, codec: str, measure_every: int
 ) -> list[tuple[Round, dict[str, float]]]:
     """Return every round, and its squares and scalar product from the parameters."""
     wire, found = Quantization(codec=codec), []
@@ -65,7 +65,7 @@ def measured(round_: Round) -> dict[str, float]:
     [(1, 1, "fp32"), (2, 1, "fp4_e3m0"), (3, 1, "fp32"), (3, 1, "int8"), (2, 2, "fp32")],
 )
 def test_squares_are_those_of_the_parameters(
-    processes: ProcessPool, workers: int, ranks: int, codec: CodecName
+    processes: ProcessPool, workers: int, ranks: int, codec: str
 ) -> None:
     """Ranks of a worker have a part each: their values add up."""
     results = processes.run(_rounds, workers * ranks, workers, ranks, codec, 1)
@@ -96,7 +96,7 @@ def test_nothing_is_measured_in_other_rounds(processes: ProcessPool) -> None:
             assert all(map(math.isnan, record.values())) == (round_.outer_round == 2)
 
 
-def _transfers(codec: CodecName) -> list[tuple[tuple[float, ...], float, list[float]]]:
+def _transfers(codec: str) -> list[tuple[tuple[float, ...], float, list[float]]]:
     """Return what this worker says of its transfers in each round but the first, with the bytes
     that it got in the round before, and the rates from the others then."""
     world = join(3)
@@ -120,7 +120,7 @@ def _transfers(codec: CodecName) -> list[tuple[tuple[float, ...], float, list[fl
 
 @pytest.mark.parametrize("codec", ["fp4_e3m0", "topk"])
 def test_transfers_of_a_cycle_take_its_bytes_at_the_measured_rate(
-    processes: ProcessPool, codec: CodecName
+    processes: ProcessPool, codec: str
 ) -> None:
     """One fragment makes a cycle. Of `topk`, each worker sends its whole delta to all others."""
     for worker, rounds in enumerate(processes.run(_transfers, 3, codec)):
@@ -134,7 +134,7 @@ def test_transfers_of_a_cycle_take_its_bytes_at_the_measured_rate(
 @pytest.mark.parametrize("size", [0, 1, BLOCK + 17])
 def test_steps_are_torchs(name: str, size: int) -> None:
     torch.manual_seed(0)
-    config = OuterOptimizer(name=name, lr=0.3, beta2=0.95, epsilon=1e-3)  # type: ignore[arg-type]
+    config = OuterOptimizer(name=name, lr=0.3, beta2=0.95, epsilon=1e-3)
     model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(size))})
     (fragment,) = build_fragments(model, Fragments(layers_per_fragment=0))
     state = OuterState(fragment, config, torch.device("cpu"))
@@ -145,7 +145,7 @@ def test_steps_are_torchs(name: str, size: int) -> None:
         state.delta.copy_(expected.grad)
         optimizer.step()
         before = state.outer.clone()
-        state.advance()
+        state.advance(config.lr)
         assert torch.equal(state.outer, before), "whole until the fragment is applied"
         assert state.checksum == checksum(state.delta)
         state.apply(state.delta, Mode.TAKE)

@@ -23,10 +23,13 @@ from torch import Tensor
 from tests.diloco.test_codecs import BLOCK_CODECS, build
 from torchtitan_diloco.diloco.codecs import UNIT, Codec, blocks
 from torchtitan_diloco.diloco.codecs.blocks import BlockCodec
-from torchtitan_diloco.diloco.codecs.topk import TopKCodec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES
+from torchtitan_diloco.diloco.formats import FORMATS, small_float
 
 WEIGHTS = [3.0, 1.0, 9.0, 0.25]
+
+INT4 = small_float(exponent=1, mantissa=2, bias=-1, top=7.0)
+"""A small float that this package does not have: any of them has kernels."""
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -85,7 +88,9 @@ def inputs(length: int, block: int, first_kind: int) -> Tensor:
 
 def compare(codec: Codec, values: Tensor, device: str) -> None:
     """Compare the kernels on `device` with plain torch on the CPU."""
-    assert blocks.kernels_for(values.to(device)), "this would compare torch with torch"
+    assert blocks.kernels_for(codec.format, values.to(device)), (
+        "this would compare torch with torch"
+    )
     expected = torch.zeros(codec.wire_bytes(len(values)), dtype=torch.uint8)
     payload, given = Guarded(torch.zeros_like(expected), device), Guarded(values, device)
     with plain_torch():
@@ -148,27 +153,28 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
 
 
 def _compare_format(name: str, device: str) -> None:
-    number, fast = BLOCK_CODECS.index(name), device == "cuda"
-    lengths = [0, 1, 15, 1023, 1025, UNIT + 17] + fast * [512 * UNIT, 700 * UNIT + 333]
-    for kind, length in enumerate(lengths):
-        one_of_all = [BLOCK_SIZES[(number + 2 * kind) % len(BLOCK_SIZES)]]
-        for block in BLOCK_SIZES if fast else one_of_all:
-            compare(build(name, block_size=block), inputs(length, block, kind), device)
-    compare(build(name, block_size=UNIT), inputs(len(KINDS) * UNIT, UNIT, 0), device)
-    for block in BLOCK_SIZES if fast else (16, 1024):
-        codec = build(name, block_size=block)
-        compare_means(codec, (300 if fast else 1) * UNIT + 1, device)
-        compare_any_bytes(codec, block, device)
+    with patch.dict(FORMATS, int4=INT4):  # in the process of the kernels, too
+        number, fast = list(FORMATS).index(name), device == "cuda"
+        lengths = [0, 1, 15, 1023, 1025, UNIT + 17] + fast * [512 * UNIT, 700 * UNIT + 333]
+        for kind, length in enumerate(lengths):
+            one_of_all = [BLOCK_SIZES[(number + 2 * kind) % len(BLOCK_SIZES)]]
+            for block in BLOCK_SIZES if fast else one_of_all:
+                compare(build(name, block_size=block), inputs(length, block, kind), device)
+        compare(build(name, block_size=UNIT), inputs(len(KINDS) * UNIT, UNIT, 0), device)
+        for block in BLOCK_SIZES if fast else (16, 1024):
+            codec = build(name, block_size=block)
+            compare_means(codec, (300 if fast else 1) * UNIT + 1, device)
+            compare_any_bytes(codec, block, device)
 
 
 @needs_triton
-@pytest.mark.parametrize("name", BLOCK_CODECS)
+@pytest.mark.parametrize("name", [*BLOCK_CODECS, "int4"])
 def test_kernels_make_the_bits_of_torch(run: Run, name: str) -> None:
     run(_compare_format, name)
 
 
 def _compare_largest(length: int, top: int, device: str) -> None:
-    codec = TopKCodec("topk", top)
+    codec = build("topk", top_values=top)
     compare(codec, inputs(length, 64, 0), device)
     compare_means(codec, length, device)
 
@@ -232,8 +238,8 @@ def _compile_all(cache: Path) -> None:
         assert isinstance(codec, BlockCodec)
         payload = torch.zeros(codec.wire_bytes(length), dtype=torch.uint8)
         values = torch.zeros(length)
-        kernels.encode(values, payload, codec.format)
-        kernels.average([payload] * 3, WEIGHTS[:3], values, codec.format)
+        kernels.encode(values, payload, codec.grid)
+        kernels.average([payload] * 3, WEIGHTS[:3], values, codec.grid)
     for kernel in (encoder, averager, largest):
         fused = {"fma", "FFMA"} & set(re.findall(r"\w+", kernel.ptx + kernel.sass))
         assert not fused, "a merged product and sum is rounded otherwise than torch's"
@@ -247,6 +253,15 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
 
 
 # --- which kernels there are ----------------------------------------------------------------------
+
+
+def test_torch_is_used_for_formats_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(blocks, "triton_kernels", lambda: blocks)
+    with_kernels = {
+        name for name, form in FORMATS.items() if blocks.kernels_for(form, torch.zeros(1))
+    }
+    assert with_kernels == {*BLOCK_CODECS, "topk"}
 
 
 def test_torch_is_used_without_triton(

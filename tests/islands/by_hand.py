@@ -41,10 +41,12 @@ PATIENCE = 300.0
 NOTE_SECONDS = 0.5
 
 
-def settings_of(config: DiLoCoConfig, **changed: Any) -> Settings:
-    """Return the settings of a run of two islands, in which nobody is late."""
+def settings_of(config: DiLoCoConfig, step_tokens: int = 0, **changed: Any) -> Settings:
+    """Return the settings of a run of two islands, in which nobody is late. `step_tokens`: of both
+    in a step, for a warm-up."""
     outer = config.outer_optimizer
     numbers = {"momentum": outer.momentum, "beta2": outer.beta2, "epsilon": outer.epsilon}
+    numbers["warmup"] = outer.warmup * step_tokens
     fields: dict[str, Any] = {
         "sync_every": config.sync_every,
         "delay": config.overlap.delay,

@@ -32,11 +32,11 @@ from torchtitan_diloco.islands.rules.note import decode_note
 from torchtitan_diloco.islands.seen import KINDS, code_of, kind_of, reports_of
 from torchtitan_diloco.islands.transfers import Transfers
 
-USUAL = notes.Vitals(compute=0.1, upload=0.5, download=0.2)
+USUAL = notes.NotedVitals(compute=0.1, upload=0.5, download=0.2)
 CYCLE = 1.0
 
 
-def judged(run: WrittenRun, judge: Judge, count: int, **fields: notes.Vitals) -> list[str]:
+def judged(run: WrittenRun, judge: Judge, count: int, **fields: notes.NotedVitals) -> list[str]:
     """Let islands train for some cycles, and return the verdicts about them that stand.
 
     `fields`: vitals of islands by name.
@@ -88,7 +88,7 @@ def test_the_worst_verdict_about_an_island_is_in_its_note(
 def test_a_slow_island_is_found_and_recovers() -> None:
     run, judge = WrittenRun(), Judge()
     assert judged(run, judge, 12) == []
-    slow = notes.Vitals(compute=0.3, upload=0.5, download=0.2)
+    slow = notes.NotedVitals(compute=0.3, upload=0.5, download=0.2)
     assert judged(run, judge, 12, b=slow) == ["b: slow compute"]
     assert judged(run, judge, 14) == []
 
@@ -96,18 +96,18 @@ def test_a_slow_island_is_found_and_recovers() -> None:
 def test_a_slow_link_is_found() -> None:
     run, judge = WrittenRun(), Judge()
     judged(run, judge, 12)
-    slow = notes.Vitals(compute=0.1, upload=4.0, download=0.2)
+    slow = notes.NotedVitals(compute=0.1, upload=4.0, download=0.2)
     assert judged(run, judge, 12, b=slow) == ["b: slow sending"]
     both, judge = WrittenRun(), Judge()
     judged(both, judge, 12)
-    slow = notes.Vitals(compute=0.1, upload=0.5, download=4.0)
+    slow = notes.NotedVitals(compute=0.1, upload=0.5, download=4.0)
     assert judged(both, judge, 12, a=slow) == ["a: slow receiving"]
 
 
 def test_busy_cores_are_found() -> None:
     run, judge = WrittenRun(), Judge()
     judged(run, judge, 12)
-    busy = notes.Vitals(compute=0.2, queued=0.15)
+    busy = notes.NotedVitals(compute=0.2, queued=0.15)
     assert judged(run, judge, 12, b=busy) == ["b: busy cores"]
 
 

@@ -50,7 +50,9 @@ def compare(
     """Compare the versions, and the parameters at the end, of islands and of one job."""
     results = processes.run(one_job, 2, chosen, tokens)
     with open_run(store) as run:
-        pair = [HandIsland(run, name, chosen, adam=True) for name in ("a", "b")]
+        pair = [
+            HandIsland(run, name, chosen, adam=True, step_tokens=sum(tokens)) for name in ("a", "b")
+        ]
         with syncer(store, scratch):
             train(pair, STEPS // 2, tokens)
         with syncer(store, scratch):
@@ -75,10 +77,11 @@ def compare(
     ("layers", "outer", "delay", "tokens"),
     [
         (8, {"name": "nesterov"}, 1, [100, 100]),
+        (2, {"name": "nesterov", "warmup": 70}, 1, [100, 170]),
         (0, {"name": "adam", "lr": 0.05, "beta2": 0.9}, 5, [100, 170]),
         (8, {"name": "sgd", "lr": 1.0}, 0, [130, 170]),
     ],
-    ids=["nesterov", "adam", "average"],
+    ids=["nesterov", "warm-up", "adam", "average"],
 )
 def test_islands_have_the_versions_of_one_job(
     processes: ProcessPool,

@@ -364,7 +364,7 @@ def test_watch_goes_on_without_the_store(
         if len(refreshed) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(reader, "PATIENCE", 0.0)
+    monkeypatch.setattr(reader, "COMMAND_PATIENCE", 0.0)
     monkeypatch.setattr("torchtitan_diloco.islands.reader.time.sleep", sleep)
     assert main(["watch", "--join", str(tmp_path / "store")]) == 128 + signal.SIGINT
     shown = capsys.readouterr().out.split("run r: ")[1:]

@@ -146,7 +146,9 @@ def test_what_is_rounded_away_goes_with_the_next_version(tmp_path: Path) -> None
         delta = 0.01 * numbers(seed)
         part = memory_of(encode(delta, Header("fp4_e3m0")))
         after = scratch.take(0)
-        payload = merge(state, after, LAYOUT, [(part, 5)], new_settings(codec), 5)
+        payload = merge(
+            state, after, LAYOUT, [(part, 5)], new_settings(codec), weight_of_all=5, clock=5
+        )
         assert payload is not None
         apply_version(copy, payload)
         assert torch.equal(copy, after.published)
@@ -166,7 +168,8 @@ def test_a_version_that_is_not_finite_is_dropped(tmp_path: Path) -> None:
     parts = [(memory_of(encode(delta, Header())), 1)]
     after = scratch.take(0)
     settings = new_settings("fp32", "adam")
-    assert merge(state, after, LAYOUT, parts, settings, 1) is None, "its second moment"
+    version = merge(state, after, LAYOUT, parts, settings, weight_of_all=1, clock=1)
+    assert version is None, "its second moment"
     assert state.steps == 0
     assert torch.equal(state.theta, numbers(7))
 
@@ -175,15 +178,16 @@ def test_a_part_of_the_weight_makes_a_part_of_the_step(tmp_path: Path) -> None:
     scratch = Scratch(tmp_path, [SHAPES], slots=1)
     state = begun(scratch)
     parts = [(memory_of(encode(numbers(0), Header())), 10)]
+    settings = new_settings("fp32")
     found = list[Tensor]()
     for weight_of_all in (10, 20):
         after = scratch.take(0)
-        merge(state, after, LAYOUT, parts, new_settings("fp32"), weight_of_all)
+        merge(state, after, LAYOUT, parts, settings, weight_of_all=weight_of_all, clock=10)
         found.append(after.theta - state.theta)
     torch.testing.assert_close(found[0], 2 * found[1])
     after = scratch.take(0)
     idle = [(memory_of(encode(numbers(0), Header())), 0)]
-    assert merge(state, after, LAYOUT, idle, new_settings("fp32"), 0) is not None
+    assert merge(state, after, LAYOUT, idle, settings, weight_of_all=0, clock=10) is not None
     assert torch.equal(after.theta, state.theta), "its steps were all skipped"
 
 

@@ -13,10 +13,11 @@ from tests.islands.test_peers import same
 from tests.islands.trainees import TOKENS, Trainee, trained
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config.schema import Config, flat_settings
-from torchtitan_diloco.diloco.config import Overlap
+from torchtitan_diloco.diloco.config import DiLoCoConfig, Overlap
 from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.founding import settings_of
+from torchtitan_diloco.islands.merging import outer_optimizer
 from torchtitan_diloco.islands.rules.changes import encode_change
 from torchtitan_diloco.islands.rules.settings import Settings
 from torchtitan_diloco.islands.run_settings import KEYS, change_of, in_diloco, setting_of
@@ -128,19 +129,24 @@ def test_alpha_follows_the_tokens_of_the_run(
     assert mixed[-1] == pytest.approx(0.1, abs=0.1)
 
 
+def settings_founded(chosen: DiLoCoConfig) -> Settings:
+    """Return the settings of a run of two islands, of 100 steps."""
+    return settings_of(
+        chosen,
+        replace(Config().islands, begin=2, slots=2),
+        "folder",
+        total_tokens=100 * 2 * TOKENS,
+        tokens_per_step=TOKENS,
+        samples_per_step=1,
+        facts={},
+    )
+
+
 def test_settings_have_the_names_of_a_configuration() -> None:
     known = flat_settings(Config()).keys()
     assert {key for key in KEYS if "." in key} <= known
     chosen = config(8, delay=1)
-    founded = settings_of(
-        chosen,
-        Config().islands,
-        "folder",
-        total_tokens=1,
-        tokens_per_step=1,
-        samples_per_step=1,
-        facts={},
-    )
+    founded = settings_founded(chosen)
     assert in_diloco(Config().diloco, founded) == replace(
         Config().diloco,
         sync_every=chosen.sync_every,
@@ -149,6 +155,16 @@ def test_settings_have_the_names_of_a_configuration() -> None:
         outer_optimizer=replace(Config().diloco.outer_optimizer, lr=chosen.outer_optimizer.lr),
         delta_norm_limit=chosen.delta_norm_limit,
     )
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 0), (30, 30), (0.25, 25)])
+def test_a_warm_up_of_the_outer_rate_is_counted_in_tokens(warmup: float, steps: int) -> None:
+    """Of all islands, for the syncer knows no steps of the run."""
+    founded = settings_founded(config(8, lr=0.5, warmup=warmup))
+    optimizer = outer_optimizer(founded)
+    assert optimizer.warmup == 2 * TOKENS * steps
+    assert optimizer.lr_after(2 * TOKENS * 10) == 0.5 * min(1.0, 10 / max(1, steps))
+    assert optimizer.lr_after(2 * TOKENS * 30) == 0.5
 
 
 def test_changes_that_cannot_be_are_refused() -> None:

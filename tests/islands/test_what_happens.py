@@ -23,7 +23,7 @@ SHOWN = {
     "it restarts under the same name": [
         "islands/test_run.py::test_islands_stop_are_killed_and_go_on",
         "islands/rules/test_syncer.py::test_the_next_start_of_a_killed_island_takes_its_slot",
-        "islands/rules/test_island.py::"
+        "islands/rules/test_island_start.py::"
         "test_a_restart_takes_the_copy_of_its_checkpoint_and_reads_again",
     ],
     "an island is stopped, or its machine will be taken away": [
@@ -32,7 +32,7 @@ SHOWN = {
     ],
     "an island joins": [
         "islands/test_peers.py::test_an_island_joins_leaves_and_returns",
-        "islands/rules/test_island.py::test_a_joiner_takes_a_copy_and_the_versions_after_it",
+        "islands/rules/test_island_start.py::test_a_joiner_takes_a_copy_and_the_versions_after_it",
     ],
     "its uplink or downlink is too slow": [
         "islands/test_island_reports.py::test_a_slow_link_is_found",
@@ -85,7 +85,7 @@ SHOWN = {
     ],
     "the store is replaced with an older copy of itself": [
         "islands/rules/test_commit.py::test_a_store_that_was_put_back_is_an_error_for_people",
-        "islands/rules/test_island.py::test_a_store_that_was_put_back_is_an_error_for_people",
+        "islands/rules/test_island_start.py::test_a_store_that_was_put_back_is_an_error_for_people",
     ],
     "the store is lost": [
         "islands/test_peers.py::test_a_run_without_its_location_is_founded_again_only_if_asked",

@@ -12,7 +12,7 @@ from torchtitan_diloco.islands.reader import Reader
 from torchtitan_diloco.islands.rules.decision import Decision, encode_decision
 from torchtitan_diloco.islands.rules.history import encode_bin
 from torchtitan_diloco.islands.rules.names import ISLAND, history_name, run_name
-from torchtitan_diloco.islands.rules.note import Gauges, Vitals
+from torchtitan_diloco.islands.rules.note import NotedGauges, NotedVitals
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.store import open_store
 
@@ -36,7 +36,7 @@ class WrittenRun(Desk):
         steps: int = STEPS,
         loss: float | None = 2.5,
         validated: tuple[int, float] | None = None,
-        vitals: Vitals | None = None,
+        vitals: NotedVitals | None = None,
         **fields: Any,
     ) -> None:
         """Let an island train for a cycle, and send its part unless one waits."""
@@ -44,8 +44,8 @@ class WrittenRun(Desk):
         assert slot is not None
         step = self.steps[incarnation] = self.steps.get(incarnation, 0) + steps
         self.trained[incarnation] = self.trained.get(incarnation, 0) + steps
-        gauges = Gauges(
-            vitals=vitals or Vitals(compute=0.1),
+        gauges = NotedGauges(
+            vitals=vitals or NotedVitals(compute=0.1),
             loss=loss,
             validated=validated,
             tokens_per_second=10.0,

@@ -20,7 +20,7 @@ from torchtitan_diloco.store import (
     MOST_BYTES,
     AwayError,
     ClosedError,
-    DamagedError,
+    DamagedObjectError,
     Kind,
     LargeObjects,
     RefusedError,
@@ -144,7 +144,7 @@ def test_a_reader_bounds_what_it_reads(place: Place, store: Store) -> None:
     found = store.get(name, most=4)
     assert found is not None
     assert found.content == b"1234"
-    with pytest.raises(DamagedError, match="at most"):
+    with pytest.raises(DamagedObjectError, match="at most"):
         store.get(name, most=3)
 
 
@@ -223,7 +223,7 @@ def test_damage_is_named(place: Place, store: Store, damage: str) -> None:
             "longer": raw + bytes(MOST_BYTES),
         }[damage],
     )
-    with pytest.raises(DamagedError, match=name):
+    with pytest.raises(DamagedObjectError, match=name):
         store.get(name)
 
 
@@ -309,7 +309,9 @@ def test_a_content_into_memory_that_is_there(place: Place, large: LargeObjects, 
     assert found == content
     assert room == content + b"x" * (4000 - size)
     if size:
-        with pytest.raises(DamagedError, match=rf"declares {size} bytes, but at most {size - 1} "):
+        with pytest.raises(
+            DamagedObjectError, match=rf"declares {size} bytes, but at most {size - 1} "
+        ):
             large.get(name, into=memoryview(room)[: size - 1])
 
 
@@ -319,17 +321,17 @@ def test_damage_of_a_chunk_is_named(place: Place, store: Store, large: LargeObje
     third = store.list(f"{name}.")[2].name
     raw = place.read_raw(third)
     place.write_raw(third, b"x" + raw[1:])
-    with pytest.raises(DamagedError, match=third):
+    with pytest.raises(DamagedObjectError, match=third):
         large.get(name, 3500)
     store.delete(third)
-    with pytest.raises(DamagedError, match=r"chunk 3 of 4 .* is missing"):
+    with pytest.raises(DamagedObjectError, match=r"chunk 3 of 4 .* is missing"):
         large.get(name, 3500)
     store.create(third, b"another chunk")
-    with pytest.raises(DamagedError, match=f"{third} has 13 bytes, not 1000"):
+    with pytest.raises(DamagedObjectError, match=f"{third} has 13 bytes, not 1000"):
         large.get(name, 3500)
     store.delete(third)
     store.create(third, b"x" * 1000)
-    with pytest.raises(DamagedError, match="different content"):
+    with pytest.raises(DamagedObjectError, match="different content"):
         large.get(name, 3500)
 
 
@@ -363,7 +365,7 @@ def test_a_writer_may_claim_anything(
     place: Place, store: Store, large: LargeObjects, head: bytes, says: str
 ) -> None:
     store.create(f"{place.own}a", head)
-    with pytest.raises(DamagedError, match=says):
+    with pytest.raises(DamagedObjectError, match=says):
         large.get(f"{place.own}a", 5000)
 
 

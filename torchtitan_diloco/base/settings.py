@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from torchtitan_diloco.base.registry import OneOf
 from torchtitan_diloco.base.user import UserError
 
 NAMES = {
@@ -106,27 +107,46 @@ def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
     """
     if kind == Length:
         return _convert_length(value, is_word=is_word)
+    choices = choices_of(kind)
     try:  # without `strict`, msgspec converts text and whole floats
         converted = msgspec.convert(value, kind, strict=not (is_word or isinstance(value, float)))
     except msgspec.ValidationError as error:
         if "out of range" in str(error):
             raise UserError(TOO_LARGE) from None
-        parts = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
-        choices = [choice for part in parts for choice in get_args(part)]
-        if not choices:
-            expected = str(error).partition(", got")[0].removeprefix("Expected ")
-            words = NAMES | {"`object`": f"{getattr(kind, '__name__', '')}(...)"}
-            for name, text in words.items():
-                expected = expected.replace(name, text)
-            raise UserError(f"expected {expected}{_number_meant(value, expected)}") from None
-        number = "" if kind in parts else "a number, or "  # 0.1 | "1/steps"
-        hint = nearest(str(value), choices)
-        raise UserError(f"expected {number}one of {', '.join(choices)}{hint}") from None
+        if choices:
+            raise _not_a_choice(value, kind) from None
+        expected = str(error).partition(", got")[0].removeprefix("Expected ")
+        words = NAMES | {"`object`": f"{getattr(kind, '__name__', '')}(...)"}
+        for name, text in words.items():
+            expected = expected.replace(name, text)
+        raise UserError(f"expected {expected}{_number_meant(value, expected)}") from None
+    if choices and isinstance(converted, str) and converted not in choices:
+        raise _not_a_choice(value, kind)
     if isinstance(converted, float) and math.isnan(converted):
         raise UserError("expected a number, which nan is not")
     if isinstance(converted, int | float) and not abs(converted) < 2**63:
         raise UserError(TOO_LARGE)
     return converted
+
+
+def choices_of(kind: Any) -> list[str]:
+    """Return the texts that a setting of this type may be, or an empty list if it may be any."""
+    if isinstance(kind, OneOf):
+        return list(kind.parts)
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [choice for part in get_args(kind) for choice in choices_of(part)]
+
+
+def _not_a_choice(value: Any, kind: Any) -> UserError:
+    choices = choices_of(kind)
+    number = "a number, or " if _may_be_number(kind) else ""  # 0.1 | "1/steps"
+    hint = nearest(str(value), choices)
+    return UserError(f"expected {number}one of {', '.join(choices)}{hint}")
+
+
+def _may_be_number(kind: Any) -> bool:
+    return kind in (int, float) or any(map(_may_be_number, get_args(kind)))
 
 
 def _number_meant(value: Any, expected: str) -> str:

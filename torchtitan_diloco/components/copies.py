@@ -32,7 +32,7 @@ from torchtitan_diloco.components.checkpoint_folder import (
     parse_manifest,
     read_manifest,
 )
-from torchtitan_diloco.store import DamagedError, LargeObjects, Store
+from torchtitan_diloco.store import DamagedObjectError, LargeObjects, Store
 
 PART_BYTES = 2**26
 """Bytes of a file that are in memory at a time."""
@@ -132,10 +132,10 @@ class Copies:
         for copy in reversed(copies):
             try:
                 return self._read_manifest(copy, worker=0)[1]
-            except (DamagedError, checkpoint_folder.DamagedError):
+            except (DamagedObjectError, checkpoint_folder.DamagedError):
                 continue
         if copies:
-            raise DamagedError(f"{self.location}: no copy has a manifest that can be read")
+            raise DamagedObjectError(f"{self.location}: no copy has a manifest that can be read")
         return None
 
     def prune(self, worker: int, step: int, keep_latest: int, keep_every: int) -> None:
@@ -185,7 +185,9 @@ class Copies:
                 target = incomplete(path) / file
                 self._fetch_file(self._folder(copy, worker) + file, target, size=known[0])
                 if fingerprint(target) != known:
-                    raise DamagedError(f"{self.location}: {file} of {copy.name} is another file")
+                    raise DamagedObjectError(
+                        f"{self.location}: {file} of {copy.name} is another file"
+                    )
             complete(path, text)
         except BaseException:
             shutil.rmtree(incomplete(path), ignore_errors=True)
@@ -196,10 +198,14 @@ class Copies:
         name = self._manifest(copy, worker)
         content = self._large.get(name, MOST_MANIFEST_BYTES)
         if content is None:
-            raise DamagedError(f"{self.location}: {copy.name} of worker {worker} has been deleted")
+            raise DamagedObjectError(
+                f"{self.location}: {copy.name} of worker {worker} has been deleted"
+            )
         manifest = parse_manifest(bytes(content), f"{self.location}: {name}")
         if Copy.of(manifest) != copy or not all(map(_FILE.fullmatch, manifest.files)):
-            raise DamagedError(f"{self.location}: {copy.name} has the manifest of another one")
+            raise DamagedObjectError(
+                f"{self.location}: {copy.name} has the manifest of another one"
+            )
         return bytes(content).decode(), manifest
 
     def _save_file(self, file: Path, name: str, begun: bool) -> tuple[int, int]:
@@ -220,7 +226,9 @@ class Copies:
         if not self._large.create(name, content, resume=resume):
             self._large.delete(name)
             if not self._large.create(name, content):
-                raise DamagedError(f"{self.location}: {name} is written by another process, too")
+                raise DamagedObjectError(
+                    f"{self.location}: {name} is written by another process, too"
+                )
 
     def _fetch_file(self, name: str, file: Path, size: int) -> None:
         """Join the parts of a file of `size` bytes."""
@@ -230,7 +238,7 @@ class Copies:
             while left > 0:
                 part = self._large.get(f"{name}-{number:05d}", min(left, self._part_bytes))
                 if not part:
-                    raise DamagedError(f"{self.location}: part {number} of {name} is missing")
+                    raise DamagedObjectError(f"{self.location}: part {number} of {name} is missing")
                 sink.write(part)
                 left -= len(part)
                 number += 1

@@ -7,12 +7,13 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field, fields, make_dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import field, fields, is_dataclass, make_dataclass
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from docstring_parser import parse_from_object
 
-from torchtitan_diloco.base.settings import nearest
+from torchtitan_diloco.base.registry import OneOf
+from torchtitan_diloco.base.settings import choices_of, nearest
 from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.loader import DEFAULT_CONFIG, TYPES, shipped_configs
@@ -142,17 +143,35 @@ def _first_sentence(key: str) -> str:
 
 def _metavar(kind: Any) -> str:
     """Return the choices of a setting of this type, or the name of the type, such as INT."""
-    if get_origin(kind) is Literal:
-        return f"{{{','.join(get_args(kind))}}}"
+    if choices := choices_of(kind):
+        return f"{{{','.join(choices)}}}"
     parts = get_args(kind)  # of `Annotated[int, ...]` and of `int | None`
     return _metavar(parts[0]) if parts else str(kind.__name__).upper()
+
+
+def _with_choices(section: type) -> type:
+    """Return a section in which settings that are names of parts are Literals, as tyro shows the
+    choices of these only."""
+    kinds = get_type_hints(section, include_extras=True)
+    changed = list[tuple[str, Any, Any]]()
+    for entry in fields(section):
+        kind = kinds[entry.name]
+        if is_dataclass(kind):
+            shown = _with_choices(kind)
+            changed.append((entry.name, shown, field(default_factory=shown)))
+        elif any(isinstance(part, OneOf) for part in get_args(kind)):
+            changed.append((entry.name, Literal[*choices_of(kind)], entry.default))
+    documented = {"__doc__": section.__doc__}
+    return make_dataclass(
+        section.__name__, changed, bases=(section,), namespace=documented, frozen=True
+    )
 
 
 def _print_settings(sections: Sequence[str]) -> None:
     """Print all settings of some sections."""
     import tyro  # takes longer than all other imports
 
-    kinds = get_type_hints(Config)
+    kinds = get_type_hints(_with_choices(Config), include_extras=True)
     config = Annotated[str, tyro.conf.arg(metavar="NAME_OR_PATH", help=CONFIG)]
     entries = [(name, kinds[name], field(default_factory=kinds[name])) for name in sections]
     command = make_dataclass("Settings", [*entries, ("config", config, DEFAULT_CONFIG)])

@@ -31,8 +31,8 @@ REPEAT_SECONDS = 60.0
 """Seconds between two lines about a verdict."""
 QUIET_SECONDS = 10.0
 """Seconds without a round after which it is asked who is missing."""
-HANG_SECONDS = 60.0
-HANG_STEPS = 20
+STACKS_SECONDS = 60.0
+STACKS_STEPS = 20
 """A step that takes so long, and so many times the usual time, has its stacks written down."""
 MISSING = {Kind.STOPPED, Kind.HUNG, Kind.STUCK}
 """Every worker logs them, as the first one may be the culprit."""
@@ -237,7 +237,7 @@ class Stacks:
     def expect_step(self, usual: float) -> None:
         """Expect the end of a step. `usual`: seconds of a step, 0 if they are not known yet."""
         if self._file is not None and usual:
-            limit = max(HANG_SECONDS, HANG_STEPS * usual)
+            limit = max(STACKS_SECONDS, STACKS_STEPS * usual)
             faulthandler.dump_traceback_later(limit, file=self._file)
 
     def expect_nothing(self) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from torchtitan_diloco.base.registry import OneOf
 from torchtitan_diloco.base.settings import (
     Fraction,
     Length,
@@ -15,6 +16,8 @@ from torchtitan_diloco.base.settings import (
     Section,
     steps_of,
 )
+from torchtitan_diloco.diloco.formats import FORMATS, NAME_BYTES, Format, island_formats
+from torchtitan_diloco.diloco.outer_optimizers import OUTER_OPTIMIZERS, OuterRule
 
 MOST_STREAMS = 32
 STREAM_BYTES = 3_000_000
@@ -40,16 +43,33 @@ class Fragments(Section):
 class OuterOptimizer(Section):
     """Outer optimizer, which applies the workers' mean change to the shared parameters."""
 
-    name: Literal["nesterov", "momentum", "sgd", "adam"] = "nesterov"
+    name: Annotated[str, OneOf(OUTER_OPTIMIZERS)] = "nesterov"
     """Update rule. `sgd` with lr 1 is plain averaging (FedAvg, Local SGD)."""
     lr: Annotated[float, Meta(gt=0, le=100)] = 0.4
     """Outer learning rate."""
+    warmup: Length = 0
+    """Length of the linear warm-up of the outer learning rate, in steps, or as a share of the run
+    if below 1. It begins with the run, or after `diloco.beginning`. 0: none."""
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """Decay rate of the momentum, or of the first moment of `adam`. Not for `sgd`."""
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.99
     """Decay rate of the second moment of `adam`."""
     epsilon: Annotated[float, Meta(gt=0)] = 0.1
     """Term that `adam` adds to the root of the second moment. The paper needs a large one."""
+
+    @property
+    def rule(self) -> OuterRule:
+        return OUTER_OPTIMIZERS[self.name]
+
+    def in_steps(self, total_steps: int) -> "OuterOptimizer":
+        """Return the same outer optimizer with its warm-up in steps, for a run of `total_steps`
+        steps."""
+        return replace(self, warmup=steps_of(self.warmup, total_steps))
+
+    def lr_after(self, done: int) -> float:
+        """Return the learning rate for deltas that are taken after `done` steps of training with
+        this optimizer. On islands, `done` and `warmup` are tokens."""
+        return self.lr * (done / self.warmup) if done < self.warmup else self.lr
 
 
 @dataclass(frozen=True)
@@ -87,14 +107,11 @@ class Beginning(Section):
         return replace(self, length=steps_of(self.length, total_steps))
 
 
-CodecName = Literal["fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "fp4_e2m1", "fp4_e3m0", "topk"]
-
-
 @dataclass(frozen=True)
 class Quantization(Section):
     """Format of the fragments on the wire. Sums are always computed in fp32."""
 
-    codec: CodecName = "fp32"
+    codec: Annotated[str, OneOf(FORMATS)] = "fp32"
     """Format of the deltas that workers send, and of the means that come back
     (docs/algorithm.md). The paper uses `fp4_e3m0`. `topk` sends only the largest values; the others
     stay in the worker's parameters until they are large enough. `topk` needs the outer `sgd`
@@ -104,6 +121,10 @@ class Quantization(Section):
     bits or fewer."""
     top_values: Positive = 16
     """How many of every 1,024 values `topk` sends, an even number up to 256."""
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.codec]
 
 
 @dataclass(frozen=True)
@@ -158,6 +179,19 @@ class DiLoCoConfig(Section):
     quantization: Quantization = field(default_factory=Quantization)
     link: Link = field(default_factory=Link)
 
+    def in_steps(self, total_steps: int) -> "DiLoCoConfig":
+        """Return the same settings with all lengths in steps, for a run of `total_steps` steps."""
+        return replace(
+            self,
+            beginning=self.beginning.in_steps(total_steps),
+            outer_optimizer=self.outer_optimizer.in_steps(total_steps),
+        )
+
+    def outer_lr_after(self, step: int) -> float:
+        """Return the outer learning rate for deltas that are taken after this step, which is past
+        the beginning. Lengths are in steps."""
+        return self.outer_optimizer.lr_after(step - int(self.beginning.length))
+
 
 MAY_DIFFER = {"diloco.link.interface"}
 """Settings that may differ between the workers of one job."""
@@ -184,10 +218,12 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     if 0 < diloco.delta_norm_limit <= 1:
         yield "diloco.delta_norm_limit", "must be above 1, or 0 for no limit"
     yield from _quantization_mistakes(diloco.quantization)
-    if diloco.quantization.codec == "topk" and islands:
-        yield "diloco.quantization.codec", "topk does not work with islands: use fp4_e3m0"
-    elif diloco.quantization.codec == "topk":
-        yield from _topk_mistakes(diloco)
+    is_sparse = diloco.quantization.format.is_sparse
+    if islands and diloco.quantization.codec not in island_formats():
+        why = "it is sparse" if is_sparse else f"its name has more than {NAME_BYTES} bytes"
+        yield "diloco.quantization.codec", f"does not work with islands, as {why}: use fp4_e3m0"
+    elif is_sparse:
+        yield from _sparse_mistakes(diloco)
     refused = {
         "diloco.method": diloco.method == "none",
         "diloco.beginning.length": first.length > 0,
@@ -198,36 +234,42 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
             yield key, "does not work with islands: remove it"
 
 
-def _topk_mistakes(diloco: DiLoCoConfig) -> Mistakes:
+def _sparse_mistakes(diloco: DiLoCoConfig) -> Mistakes:
     outer = diloco.outer_optimizer
+    chosen = f'codec = "{diloco.quantization.codec}"'
     if outer.name != "sgd":
-        reason = 'must be "sgd", with lr = 1, for codec = "topk": momentum would move values that '
+        reason = f'must be "sgd", with lr = 1, for {chosen}: momentum would move values that '
         yield "diloco.outer_optimizer.name", reason + "no worker has sent"
     elif outer.lr != 1:
-        reason = 'must be 1 for codec = "topk": the mean replaces what a worker has sent, so with '
+        reason = f"must be 1 for {chosen}: the mean replaces what a worker has sent, so with "
         yield "diloco.outer_optimizer.lr", reason + "another rate a part of it would be lost"
+    elif outer.warmup:
+        reason = f"must be 0 for {chosen}: with a smaller learning rate, a part of what a worker "
+        yield "diloco.outer_optimizer.warmup", reason + "has sent would be lost; remove it"
     for name in ("mixing", "mixing_end"):
         if getattr(diloco.overlap, name) == 1:
-            reason = (
-                'must be below 1 for codec = "topk", which ignores smaller values: at 1, workers '
-            )
+            reason = f"must be below 1 for {chosen}, which ignores smaller values: at 1, workers "
             yield f"diloco.overlap.{name}", reason + "never apply what others have sent; remove it"
 
 
 def _quantization_mistakes(chosen: Quantization) -> Mistakes:
+    unused = [
+        name
+        for name in ("block_size", "top_values")
+        if getattr(chosen, name) != getattr(Quantization, name) and name not in chosen.format.reads
+    ]
+    for name in unused:
+        readers = [codec for codec, form in FORMATS.items() if name in form.reads]
+        reason = f"is only used with codec = {' or '.join(readers)}: remove it"
+        yield f"diloco.quantization.{name}", reason
     size = chosen.block_size
-    if size not in BLOCK_SIZES:
+    if size not in BLOCK_SIZES and "block_size" not in unused:
         nearest = min(BLOCK_SIZES, key=lambda allowed: abs(allowed - size))
         reason = f"must be one of {', '.join(map(str, BLOCK_SIZES))}: use {nearest}"
         yield "diloco.quantization.block_size", reason
-    elif size != Quantization.block_size and chosen.codec in ("fp32", "bf16", "topk"):
-        reason = f"{chosen.codec} has no blocks: remove it"
-        yield "diloco.quantization.block_size", reason
-    if chosen.top_values % 2 or chosen.top_values > MOST_TOP_VALUES:
+    top = chosen.top_values
+    if (top % 2 or top > MOST_TOP_VALUES) and "top_values" not in unused:
         reason = f"must be even and at most {MOST_TOP_VALUES}"
-        yield "diloco.quantization.top_values", reason
-    if chosen.codec != "topk" and chosen.top_values != Quantization.top_values:
-        reason = 'is only used with codec = "topk": remove it'
         yield "diloco.quantization.top_values", reason
 
 
@@ -259,8 +301,15 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
             "the loss stays behind data parallelism: lower diloco.sync_every, or "
             "train longer"
         )
+    warmup = steps_of(outer.warmup, total_steps)
+    if warmup > total_steps - beginning > 0:
+        warnings.append(
+            f"diloco.outer_optimizer.warmup has {warmup} steps, more than the "
+            f"{total_steps - beginning} of the run after its beginning, so the outer learning rate "
+            "is never reached: shorten it"
+        )
     step_size = outer.lr
-    if outer.name in ("nesterov", "momentum"):  # these apply a constant mean so many times
+    if outer.rule.accumulates:
         step_size = outer.lr / (1 - outer.momentum)
     if every <= 10 and config.overlap.mixing < 0.25 and step_size > 5:
         warnings.append(

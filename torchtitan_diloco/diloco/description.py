@@ -2,8 +2,8 @@
 
 from torchtitan_diloco.base.formatting import counted
 from torchtitan_diloco.base.hardware import GIB
-from torchtitan_diloco.diloco.arithmetic import slot_count
 from torchtitan_diloco.diloco.codecs import describe as describe_codec
+from torchtitan_diloco.diloco.config import OuterOptimizer
 from torchtitan_diloco.diloco.loop import Loop
 
 
@@ -12,7 +12,6 @@ def describe(loop: Loop) -> list[str]:
     config = loop.config
     states = loop.states
     overlap = config.overlap
-    outer = config.outer_optimizer
     first = config.beginning
     weight = f"{overlap.mixing:g}"
     end = overlap.mixing_end
@@ -20,7 +19,6 @@ def describe(loop: Loop) -> list[str]:
         verb = "falls" if end < overlap.mixing else "rises"
         weight = f"{verb} from {weight} to {end:g}"
     every = "step" if config.sync_every == 1 else f"{config.sync_every:,} steps"
-    momentum = f" momentum {outer.momentum:g}" if slot_count(outer) else ""
     beginning = (
         f"{'':<10} in the first {counted(int(first.length), 'step')} every "
         f"{counted(first.sync_every, 'step')}, averaged and waited for"
@@ -39,12 +37,24 @@ def describe(loop: Loop) -> list[str]:
         )
     return [
         f"{'outer':<10} each fragment every {every}, applied {counted(overlap.delay, 'step')} "
-        f"later; local weight {weight}; {outer.name} lr {outer.lr:g}{momentum}",
+        f"later; local weight {weight}; {_optimizer(config.outer_optimizer)}",
         *([beginning] if first.length else []),
         f"{'wire':<10} {describe_codec(config.quantization)}; summed in fp32",
         f"{'':<10} {memory / GIB:.2f} GiB a rank on the {place} for {', '.join(kept)}",
         f"{'fragments':<10} {turns}",
     ]
+
+
+def _optimizer(outer: OuterOptimizer) -> str:
+    """Describe the outer optimizer, with the settings that it reads."""
+    warmup = ""
+    if outer.warmup:
+        length = counted(int(outer.warmup), "step")
+        if outer.warmup < 1:  # an island, which counts tokens, knows no steps of the run
+            length = f"{outer.warmup:.0%} of the run"
+        warmup = f" after a warm-up of {length}"
+    numbers = [f"{name} {getattr(outer, name):g}" for name in outer.rule.reads]
+    return " ".join([f"{outer.name} lr {outer.lr:g}{warmup}", *numbers])
 
 
 def table(loop: Loop) -> str:

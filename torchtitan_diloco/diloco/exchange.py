@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.arithmetic import BLOCK
 from torchtitan_diloco.diloco.codecs import UNIT, Codec
 from torchtitan_diloco.diloco.config import STREAM_BYTES
 from torchtitan_diloco.diloco.delta_norms import settle_weights
+from torchtitan_diloco.diloco.outer_step import BLOCK
 from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.diloco.transport import (
     Bytes,
@@ -73,7 +73,7 @@ def chunk_and_window(
 def slice_owners(workers: int, codec: Codec) -> int:
     """Return the number of workers that share the averaging of a chunk. 1: every worker averages
     everything, as two do, and more with sparse deltas, which are smaller than their mean."""
-    return 1 if workers == 2 or codec.is_sparse else workers
+    return 1 if workers == 2 or codec.format.is_sparse else workers
 
 
 def bytes_from_each(values: int, workers: int, codec: Codec) -> float:

@@ -14,7 +14,7 @@ REST = "embedding, head and norms"
 
 
 @dataclass(frozen=True)
-class Part:
+class FragmentParameter:
     """A parameter of a fragment."""
 
     name: str
@@ -43,7 +43,7 @@ def local_rows(name: str, value: Tensor) -> Tensor:
 class Fragment:
     index: int
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[FragmentParameter, ...]
 
     @property
     def parameters(self) -> int:
@@ -56,14 +56,14 @@ class Fragment:
         return 4e-6 * self.parameters
 
 
-Group = tuple[str, list[Part]]
+Group = tuple[str, list[FragmentParameter]]
 """Name and parts of a fragment or block."""
 
 
 def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]:
     """Put every trainable parameter into exactly one fragment."""
     trained = [
-        Part(name, parameter)
+        FragmentParameter(name, parameter)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
@@ -125,8 +125,8 @@ def describe_layout(fragments: Iterable[Fragment]) -> list[str]:
 
 
 def _split_blocks(
-    model: nn.Module, trained: list[Part], blocks_name: str
-) -> tuple[list[Group], list[Part]]:
+    model: nn.Module, trained: list[FragmentParameter], blocks_name: str
+) -> tuple[list[Group], list[FragmentParameter]]:
     """Return the blocks with trainable parameters, and the parameters outside the blocks."""
     container = blocks_name or _longest_module_list(model)
     modules = dict(model.named_modules())

@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -98,6 +97,7 @@ class GlooPeers(Peers):
         needs_length = {
             "diloco.overlap.mixing_end": config.overlap.mixing_end is not None,
             "diloco.beginning.length": 0 < config.beginning.length < 1,
+            "diloco.outer_optimizer.warmup": 0 < config.outer_optimizer.warmup < 1,
         }
         reason = (
             "needs the length of the run: pass total_steps to StreamingDiLoCo, "
@@ -112,7 +112,7 @@ class GlooPeers(Peers):
             reason = 'cannot send from host memory: pass dist.new_group(ranks, backend="gloo")'
             mistakes.append(("group", reason))
         raise_mistakes(mistakes, diloco=config)
-        return replace(config, beginning=config.beginning.in_steps(self._total_steps))
+        return config.in_steps(self._total_steps)
 
     def _agree(
         self, model: nn.Module, fragments: Sequence[Fragment], config: DiLoCoConfig
@@ -310,9 +310,10 @@ class GlooPeers(Peers):
         round_.weight = headers[worker].weight
         round_.flags = headers[worker].flags
         round_.participants = sum(header.weight > 0 for header in headers)
+        lr = None if average else loop.config.outer_lr_after(round_.sent_step)
         with state.background():
             if round_.participants:
-                round_.mean_square = state.advance(average=average, measured=measured)
+                round_.mean_square = state.advance(lr, measured=measured)
             else:
                 state.keep_copy()
         round_.ready = time.perf_counter()

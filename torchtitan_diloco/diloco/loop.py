@@ -41,7 +41,9 @@ class Loop:
     background: BackgroundThread = field(
         default_factory=partial(BackgroundThread, "diloco-exchange", torch_threads=ENCODING_THREADS)
     )
-    """Runs what the peers do with deltas while training continues. They end it."""
+    """Runs what the peers do with deltas while training continues. Peers build the loop when they
+    start, and end this thread. It runs from the beginning, as the number of torch threads of the
+    training thread is undefined for a moment while it starts."""
 
     @property
     def schedule(self) -> Schedule:

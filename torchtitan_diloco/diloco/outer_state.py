@@ -8,13 +8,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.arithmetic import AVERAGE, BLOCK, outer_step, slot_count
-from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 from torchtitan_diloco.diloco.delta_norms import DeltaNorms
 from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.modes import Mode
+from torchtitan_diloco.diloco.outer_step import AVERAGE, BLOCK, outer_step
 
 GPU_SHARE = 0.2
 """Share of a GPU's memory up to which `outer_state = "auto"` means "device"."""
@@ -25,8 +24,8 @@ def state_bytes(config: DiLoCoConfig, *, has_optimizer: bool = True) -> int:
 
     `has_optimizer`: whether outer steps are made there.
     """
-    is_sparse = build_codec(config.quantization).is_sparse
-    return 4 * (2 + slot_count(config.outer_optimizer) * has_optimizer + is_sparse)
+    slots = len(config.outer_optimizer.rule.slots) if has_optimizer else 0
+    return 4 * (2 + slots + config.quantization.format.is_sparse)
 
 
 def build_states(
@@ -37,7 +36,7 @@ def build_states(
     `has_optimizer`: whether outer steps are made there.
     """
     device = pick_state_device(fragments, config, has_optimizer=has_optimizer)
-    is_sparse = build_codec(config.quantization).is_sparse
+    is_sparse = config.quantization.format.is_sparse
     optimizer = config.outer_optimizer
     return [
         OuterState(fragment, optimizer, device, is_sparse=is_sparse, has_optimizer=has_optimizer)
@@ -98,16 +97,19 @@ class OuterState:
         self.model_device = self._locals()[0].device
         self._on_host = device != self.model_device
         self._block = BLOCK if device.type == "cpu" else max(1, self.values)
-        count = 2 + slot_count(config) * has_optimizer + is_sparse
+        names = config.rule.slots if has_optimizer else ()
         self._buffers = [
             torch.zeros(self.values, dtype=torch.float32, device=device, pin_memory=self._on_host)
-            for _ in range(count)
+            for _ in range(2 + len(names) + is_sparse)
         ]
-        self.outer, self.delta, *self.slots = self._buffers
+        self.outer, self.delta, *others = self._buffers
         # The delta that was sent in part, as the mean replaces the other one.
-        self.sent = self.slots.pop() if is_sparse else None
+        self.sent = others.pop() if is_sparse else None
+        self.slots = dict(zip(names, others, strict=True))
+        """States of the outer optimizer by name."""
         self.norms = DeltaNorms()
-        self.outer_steps = 0
+        self.optimizer_steps = 0
+        """Number of steps with the state in `slots`. Outer rounds with plain averages make none."""
         self.checksum = 0
         self._block_norms: list[Tensor] = []
         self._staging: Tensor | None = None
@@ -145,14 +147,14 @@ class OuterState:
         for local, outer in zip(self._locals(), self.views(self.outer), strict=True):
             local.copy_(outer)
 
-    def resume(self, delta_norms: list[float], outer_steps: int, *, in_flight: bool) -> None:
+    def resume(self, delta_norms: list[float], optimizer_steps: int, *, in_flight: bool) -> None:
         """Continue from loaded buffers, whose optimizer state results from this number of outer
         steps.
 
         `in_flight`: `delta` holds the next shared copy.
         """
         self.norms = DeltaNorms(delta_norms)
-        self.outer_steps = outer_steps
+        self.optimizer_steps = optimizer_steps
         self.checksum = checksum(self.delta if in_flight else self.outer)
         self._staging = self.delta.to(self.model_device) if in_flight and self._on_host else None
 
@@ -309,24 +311,27 @@ class OuterState:
         return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 
     @torch.no_grad()
-    def advance(self, *, average: bool = False, measured: bool = False) -> float:
+    def advance(self, lr: float | None, *, measured: bool = False) -> float:
         """Turn the mean in `delta` into the next shared copy, and start to stage it.
 
-        `average`: by plain averaging, without the outer optimizer. If measured, return the squared
-        norm of the mean, otherwise NaN.
+        `lr`: learning rate of the outer optimizer. None: average plainly, without it. If measured,
+        return the squared norm of the mean, otherwise NaN.
         """
-        config = AVERAGE if average else self._config
-        if not average:
-            self.outer_steps += 1
+        optimizer = self._config
+        if lr is None:
+            optimizer = AVERAGE
+            lr = AVERAGE.lr
+        else:
+            self.optimizer_steps += 1
         rows = list[Tensor]()
         mean_square = 0.0 if measured else math.nan
         # All buffers advance block by block, so that a block is in cache for its whole step.
-        buffers = (self.outer, self.delta, *self.slots)
+        buffers = (self.outer, self.delta, *self.slots.values())
         blocks = (buffer.split(self._block) for buffer in buffers)
         for theta, delta, *slots in zip(*blocks, strict=True):
             if measured:
                 mean_square += float(torch.linalg.vector_norm(delta)) ** 2
-            outer_step(config, theta, delta, slots, count=self.outer_steps)
+            outer_step(optimizer, theta, delta, slots, count=self.optimizer_steps, lr=lr)
             rows.append(row_sums(delta))
         self.checksum = checksum_of(rows)
         self._stage()

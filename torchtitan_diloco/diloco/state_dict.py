@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.base.tensors import copy_to_host, local_of
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.diloco.arithmetic import slot_count
-from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import local_rows
 from torchtitan_diloco.diloco.modes import Mode
+from torchtitan_diloco.diloco.outer_optimizers import OUTER_OPTIMIZERS
 from torchtitan_diloco.diloco.outer_state import OuterState, mode_after, state_bytes, take_back
 from torchtitan_diloco.diloco.round import Round
 
@@ -30,11 +29,18 @@ Named = dict[str, Tensor]
 SHARED = "outer"
 NEXT = "next"
 SENT = "sent"
-SLOTS = ("momentum", "second_moment")
-KINDS = (SHARED, NEXT, *SLOTS, SENT)
-"""Kinds of tensors. Their names are KIND/PARAMETER."""
 OPTIMIZER = "diloco.outer_optimizer.name"
 SPARSE = "sparse"
+
+
+def kinds() -> set[str]:
+    """Return the kinds of tensors that may be saved. Their names are KIND/PARAMETER."""
+    return {
+        SHARED,
+        NEXT,
+        SENT,
+        *(slot for rule in OUTER_OPTIMIZERS.values() for slot in rule.slots),
+    }
 
 
 def shared_parameter_name(name: str) -> str:
@@ -50,7 +56,7 @@ def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
         "diloco.overlap.delay": config.overlap.delay,
         "diloco.beginning": [first.length, first.sync_every] if first.length else None,
         OPTIMIZER: config.outer_optimizer.name,
-        SPARSE: build_codec(config.quantization).is_sparse,  # how a copy is applied
+        SPARSE: config.quantization.format.is_sparse,  # how a copy is applied
     }
 
 
@@ -58,8 +64,9 @@ def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
 class FragmentFacts:
     """Saved facts of a fragment, in addition to its tensors."""
 
-    outer_steps: int
-    """Number of steps of its outer optimizer."""
+    optimizer_steps: int
+    """Number of steps of its outer optimizer with its state, which is less than that of outer
+    rounds after plain averages. On an island, whose syncer has the optimizer: the version."""
     weight: float = 0.0
     """Weight of the inner steps whose delta was not sent yet."""
     delta_norms: list[float] = field(default_factory=list)
@@ -103,8 +110,9 @@ class SavedState:
     facts: OuterFacts
     """Facts of this worker."""
     tensors: Named
-    """Equal on all workers: outer/NAME, next/NAME (fragments in flight), momentum/NAME,
-    second_moment/NAME. This worker's: sent/NAME (of a sparse codec, in flight)."""
+    """Equal on all workers: outer/NAME, next/NAME (fragments in flight), and the states of the
+    outer optimizer, such as momentum/NAME. This worker's: sent/NAME (of a sparse codec, in
+    flight)."""
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "SavedState":
@@ -124,7 +132,7 @@ class SavedState:
             progress=0.0,
             settings=resume_settings(config),
             layout=layout_of(states),
-            fragments=[FragmentFacts(outer_steps=0) for _ in states],
+            fragments=[FragmentFacts(optimizer_steps=0) for _ in states],
         )
         parts = [part for state in states for part in state.fragment.parts]
         shared = {shared_parameter_name(part.name): part.parameter.detach() for part in parts}
@@ -138,9 +146,10 @@ class SavedState:
         place."""
         parameters = dict(model.named_parameters())
         saved = SavedState(facts, {})
+        known = kinds()
         for key in names:
             kind, _, name = key.partition("/")
-            if kind in KINDS:
+            if kind in known:
                 size = local_rows(name, parameters[name].detach()).numel()
                 room = torch.zeros(size, dtype=torch.float32)
                 saved.tensors[key] = shaped_like(parameters[name], room, mesh)
@@ -195,7 +204,9 @@ def save(
     saved = SavedState(replace(facts, fragments=[], in_flight=list(in_flight)), {})
     for index, (state, weight) in enumerate(zip(states, weights, strict=True)):
         fragment = FragmentFacts(
-            outer_steps=state.outer_steps, weight=weight, delta_norms=list(state.norms.latest)
+            optimizer_steps=state.optimizer_steps,
+            weight=weight,
+            delta_norms=list(state.norms.latest),
         )
         if (round_ := in_flight.get(index)) is not None:
             fragment.sent_step = round_.sent_step
@@ -215,13 +226,13 @@ def saved_bytes(config: DiLoCoConfig) -> int:
     """Return the most bytes per parameter that a save copies to host memory: `buffers_of`, if all
     fragments are in flight."""
     if config.overlap.delay == 0:  # nothing is in flight between two steps
-        return 4 * (1 + slot_count(config.outer_optimizer))
+        return 4 * (1 + len(config.outer_optimizer.rule.slots))
     return state_bytes(config)
 
 
 def buffers_of(state: OuterState, *, in_flight: bool) -> Named:
     """Return the buffers of a fragment that are saved, by their kind."""
-    buffers = {SHARED: state.outer, **dict(zip(SLOTS, state.slots, strict=False))}
+    buffers = {SHARED: state.outer, **state.slots}
     if in_flight:
         buffers[NEXT] = state.delta
     if in_flight and state.sent is not None:
@@ -271,13 +282,13 @@ def load(
         notes.append(f"{len(in_flight)} fragments in flight are applied now: {what} changed")
         apply_early(states, saved, mixing)
         in_flight = []
-    values = {kind: saved.kind(kind) for kind in KINDS}
+    values = {kind: saved.kind(kind) for kind in kinds()}
     if OPTIMIZER in changed:
         old = before[OPTIMIZER]
         new = settings[OPTIMIZER]
         notes.append(f"{OPTIMIZER} was {old} and is {new}: its state starts from zero")
-        values |= {kind: {} for kind in SLOTS}
-        fragments = [replace(fragment, outer_steps=0) for fragment in fragments]
+        values |= {slot: {} for slot in config.outer_optimizer.rule.slots}
+        fragments = [replace(fragment, optimizer_steps=0) for fragment in fragments]
     for index, (state, fragment) in enumerate(zip(states, fragments, strict=True)):
         for kind, buffer in buffers_of(state, in_flight=index in in_flight).items():
             if not values[kind]:  # what was not saved starts from zero
@@ -285,7 +296,7 @@ def load(
                 continue
             for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
                 view.copy_(local_rows(part.name, values[kind][part.name]))
-        state.resume(fragment.delta_norms, fragment.outer_steps, in_flight=index in in_flight)
+        state.resume(fragment.delta_norms, fragment.optimizer_steps, in_flight=index in in_flight)
     return fragments, in_flight, notes
 
 

@@ -48,7 +48,7 @@ HOST_PATTERN = r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+"
 AUTHORITY_DAYS, CERTIFICATE_DAYS = 36500, 7300
 BEFORE = datetime.timedelta(days=30)
 """Time before now from which certificates are valid, for a machine whose clock is slow."""
-Change = Literal["add", "renew", "revoke"]
+SiteChange = Literal["add", "renew", "revoke"]
 Content = TypeVar("Content")
 
 
@@ -140,7 +140,7 @@ class BucketFolder:
         """Return the logins of sites."""
         return [login for login in self.logins() if login not in (OWNER, SYNCER)]
 
-    def change_site(self, site: str, change: Change) -> Path:
+    def change_site(self, site: str, change: SiteChange) -> Path:
         """Add, renew or revoke the login of a site. Return the path of its join file."""
         if site in RESERVED or not re.fullmatch(LOGIN_PATTERN, site):
             raise UserError(

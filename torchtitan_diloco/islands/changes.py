@@ -13,6 +13,7 @@ from functools import partial
 
 from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.islands.config import site_of
+from torchtitan_diloco.islands.reader import COMMAND_PATIENCE
 from torchtitan_diloco.islands.rules import changes as rules
 from torchtitan_diloco.islands.rules.changes import Admit, Change, Evict, Leave
 from torchtitan_diloco.islands.rules.commit import CallFailedError
@@ -30,7 +31,7 @@ ONLY_OWNER = (
     "only the owner of the run may change it, or ask islands to leave; use the owner's join file, "
     "or stop an island with Ctrl-C or SIGTERM where it runs: it sends its work and leaves"
 )
-CHANGE_SECONDS, LEAVE_SECONDS, PATIENCE = 30.0, 60.0, 5.0
+CHANGE_SECONDS, LEAVE_SECONDS = 30.0, 60.0
 LOOK_SECONDS = 0.1
 Say = Callable[[str], object]
 say = partial(print, flush=True)
@@ -193,7 +194,10 @@ class Requests:
 @contextmanager
 def _open(location: str) -> Iterator[Requests]:
     """Yield the requests to a run. The owner's login is not needed to read it."""
-    run = Run(open_store(location, writes=None, patience=PATIENCE, quiet=True), patience=PATIENCE)
+    run = Run(
+        open_store(location, writes=None, patience=COMMAND_PATIENCE, quiet=True),
+        patience=COMMAND_PATIENCE,
+    )
     try:
         yield Requests(run, location)
     except MalformedError as error:

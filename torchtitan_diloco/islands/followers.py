@@ -44,7 +44,7 @@ from torchtitan_diloco.islands.payload import (
 )
 from torchtitan_diloco.store.store import Buffer
 
-CLOSE_SECONDS = 1.0
+UNANSWERED_SECONDS = 1.0
 """Seconds for which the end waits for a call in progress, which a lost rank may never answer."""
 
 
@@ -52,7 +52,7 @@ class BufferTakenError(Exception):
     """Training needs the buffer for its own delta."""
 
 
-class Call(msgspec.Struct, array_like=True, frozen=True):
+class Request(msgspec.Struct, array_like=True, frozen=True):
     """What the first rank asks the others to do with it."""
 
     task: Literal["prepare", "gather", "stop"]
@@ -113,8 +113,8 @@ class SharedCopies:
         header = read_header(content)
         mine, *others = (cut(content, layout, rank) for rank in range(self._ranks.size))
         with self._calls:
-            call = Call("prepare", fragment, self._taken[fragment], header.pack())
-            share(call, Call, self._group)
+            call = Request("prepare", fragment, self._taken[fragment], header.pack())
+            share(call, Request, self._group)
             for rank, shards in enumerate(others, start=1):
                 for shard in shards:
                     _send(shard, rank, self._group)
@@ -123,14 +123,14 @@ class SharedCopies:
     def gather(self, fragment: int) -> Tensor:
         """Return P of a whole fragment, in host memory."""
         with self._calls:
-            share(Call("gather", fragment), Call, self._group)
+            share(Request("gather", fragment), Request, self._group)
             return self._gather(fragment)
 
     def stop(self) -> None:
         """End `follow` on the other ranks."""
-        if self._calls.acquire(timeout=CLOSE_SECONDS):
+        if self._calls.acquire(timeout=UNANSWERED_SECONDS):
             with suppress(WorkerLostError):
-                share(Call("stop"), Call, self._group)
+                share(Request("stop"), Request, self._group)
             self._calls.release()
 
     # --- other ranks ------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class SharedCopies:
     def follow(self) -> None:
         """Do what the first rank asks for, until it stops."""
         while True:
-            call = share(None, Call, self._group)
+            call = share(None, Request, self._group)
             match call.task:
                 case "prepare":
                     self._follow(call)
@@ -149,7 +149,7 @@ class SharedCopies:
             if self._is_closed:
                 return
 
-    def _follow(self, call: Call) -> None:
+    def _follow(self, call: Request) -> None:
         layout = self._layouts[call.fragment]
         sizes = cut_sizes(read_header(call.header), layout, self._ranks.rank)
         shards = [torch.empty(size, dtype=torch.uint8) for size in sizes]
@@ -166,7 +166,7 @@ class SharedCopies:
     # --- all ranks --------------------------------------------------------------------------------
 
     def _prepare(
-        self, call: Call, shards: Sequence[Tensor], is_claimed: Callable[[], bool]
+        self, call: Request, shards: Sequence[Tensor], is_claimed: Callable[[], bool]
     ) -> str | None:
         state = self._states[call.fragment]
         layout = self._layouts[call.fragment]

@@ -136,7 +136,8 @@ def settings_of(
     facts: Mapping[str, str],
 ) -> Settings:
     """Return the settings of a run that this island founds. `kind`: that of the store."""
-    outer = config.outer_optimizer
+    step_tokens = islands.begin * tokens_per_step
+    outer = config.outer_optimizer.in_steps(total_tokens // step_tokens)
     rates = RATES[kind]
     return Settings(
         **of_diloco(config),
@@ -152,6 +153,7 @@ def settings_of(
             "momentum": outer.momentum,
             "beta2": outer.beta2,
             "epsilon": outer.epsilon,
+            "warmup": outer.warmup * step_tokens,
         },
         block_size=config.quantization.block_size,
         grace=max(rates.grace, islands.grace_seconds),

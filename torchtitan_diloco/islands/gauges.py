@@ -32,14 +32,14 @@ class Gauges:
         """`tokens`: those on which this island has trained so far."""
         self._steps.append((time.monotonic(), tokens, self.waited))
 
-    def read(self, vitals: Vitals, upload_rate: float = 0.0) -> notes.Gauges:
+    def read(self, vitals: Vitals, upload_rate: float = 0.0) -> notes.NotedGauges:
         """`upload_rate`: bytes per second of the latest part."""
         steps = list(self._steps) or [(0.0, 0, 0.0)]
         began, tokens, waited = steps[0]
         now, tokens_now, waited_now = steps[-1]
         seconds = now - began or math.inf
-        return notes.Gauges(
-            vitals=notes.Vitals(
+        return notes.NotedGauges(
+            vitals=notes.NotedVitals(
                 vitals.compute,
                 vitals.data,
                 vitals.save,

@@ -16,7 +16,7 @@ from torchtitan_diloco.islands.rules.note import MOST_NOTE
 from torchtitan_diloco.islands.rules.syncer import Syncer
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.tasks import Deliver
-from torchtitan_diloco.store import AwayError, DamagedError
+from torchtitan_diloco.store import AwayError, DamagedObjectError
 
 MOST_LISTED = 500
 """Maximum number of notes, foundings or changes that are listed."""
@@ -132,7 +132,7 @@ class Heard:
         than `most` bytes."""
         try:
             found = self._run.brief.get(name, most=most)
-        except DamagedError:
+        except DamagedObjectError:
             return None
         return None if found is None else found.content
 

@@ -63,7 +63,7 @@ class IslandReports(Reports):
         upload, download = self.link.transfers.cycle()
         return self.vitals._replace(upload=upload, download=download)
 
-    def own_gauges(self) -> notes.Gauges:
+    def own_gauges(self) -> notes.NotedGauges:
         """Return the values of the next note. Any thread may call this."""
         rate = 0.0 if self.link is None else self.link.transfers.upload_rate
         return self._gauges.read(self.own_vitals(), rate)

@@ -32,11 +32,16 @@ class Lanes:
             self._waiting[lane] = deque([task])
             self._pool.submit(self._run, lane, task)
 
-    def close(self) -> None:
-        """Drop the tasks that wait, and wait for those that run."""
+    def stop(self) -> None:
+        """Drop the tasks that wait, also those of later calls. Others run on."""
         with self._lock:
             self._is_closed = True
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """Drop the tasks that wait, and wait for those that run."""
+        self.stop()
+        self._pool.shutdown(wait=True)
 
     def _run(self, lane: Hashable, task: Task) -> None:
         try:

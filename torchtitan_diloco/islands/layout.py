@@ -11,7 +11,7 @@ from torch import Tensor
 from torchtitan_diloco.base.tensors import shard_rows
 from torchtitan_diloco.diloco.fragments import Fragment
 
-PATIENCE = timedelta(days=365)
+NO_TIMEOUT = timedelta(days=365)
 """Ranks wait for the first one, which may wait for other islands. `Liveness` detects failures."""
 ROW, BLOCK = 1024, 2**20
 """Values of a row of a checksum, and of a block of whole rows."""
@@ -28,7 +28,7 @@ class Ranks:
         self.decisions, self.copies, self.uploads = (
             dist.new_group(
                 dist.get_process_group_ranks(group),
-                timeout=PATIENCE,
+                timeout=NO_TIMEOUT,
                 backend="gloo",
                 use_local_synchronization=True,
             )

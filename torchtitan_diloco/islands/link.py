@@ -8,7 +8,10 @@
 | upload | stores parts, and deletes those that are decided |
 
 The training thread asks between two steps what to do (`decide`). All use the machine under the lock
-of one condition, which is notified after each change.
+of one condition, which is notified after each change. Three things need no lock: what never
+changes, such as the incarnation; what only the reader changes, such as the position, which is of
+the training thread; and a single reference or flag, such as the decision, which is replaced as a
+whole.
 
 The buffer `delta` of a fragment has two uses: the own delta, until it is encoded, and the next P,
 until it is applied. `Claim` says which, for all ranks of the island (followers.py). A send that is
@@ -22,7 +25,7 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -45,14 +48,14 @@ from torchtitan_diloco.islands.rules.names import (
     founding_name,
     part_name,
 )
-from torchtitan_diloco.islands.rules.note import Gauges, Part
+from torchtitan_diloco.islands.rules.note import NotedGauges, Part
 from torchtitan_diloco.islands.rules.settings import RATES
 from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands.spares import Spares
-from torchtitan_diloco.islands.transfers import Transfers
-from torchtitan_diloco.store import AwayError, DamagedError, FullError, Kind, RefusedError
+from torchtitan_diloco.islands.transfers import AGAIN_SECONDS, Transfers
+from torchtitan_diloco.store import AwayError, DamagedObjectError, FullError, Kind, RefusedError
 
-BEAT = 1.0
+NOTE_SECONDS = 1.0
 """Seconds between two notes without a change."""
 LEAST_PAUSE = {Kind.FOLDER: 0.1, Kind.NEAR: 0.1, Kind.CLOUD: 1.0}
 """Minimum seconds between two notes, unless the next one has a new part and the store is no cloud:
@@ -62,9 +65,8 @@ LEAST_POLL, SHARE_OF_WAIT = 0.005, 1 / 16
 and at least these seconds, if that is less than `poll_seconds` and the store is no cloud."""
 LOOK = 0.1
 """Longest single wait of training, because a thread may have failed in the meantime."""
-AGAIN_SECONDS = 0.5
-"""Seconds after which a failed transfer is repeated."""
 LINES = 8
+Result = TypeVar("Result")
 
 
 class Claim(Enum):
@@ -102,7 +104,7 @@ class Link:
         """`checksums`: of the copies P."""
         self.run = run
         self.machine = machine
-        self.gauges: Callable[[], Gauges] = Gauges
+        self.gauges: Callable[[], NotedGauges] = NotedGauges
         """Returns values for users, for the next note."""
         self.transfers = Transfers(len(checksums))
         self.read_at = time.monotonic()
@@ -183,6 +185,12 @@ class Link:
         """Wake the other threads. Hold the lock."""
         self._is_note_due.set()
         self._changed.notify_all()
+
+    def read(self, call: Callable[[Island], Result]) -> Result:
+        """Call a function that only reads the machine, which other threads change, and return its
+        result."""
+        with self._changed:
+            return call(self.machine)
 
     # --- training thread --------------------------------------------------------------------------
 
@@ -319,7 +327,7 @@ class Link:
         kind = self.run.store.kind
         name = ISLAND + self.machine.incarnation
         while True:
-            self._is_note_due.wait(BEAT)
+            self._is_note_due.wait(NOTE_SECONDS)
             self._sleep(0.0)  # no note is written once it is closed
             self._is_note_due.clear()
             self._is_part_new.clear()
@@ -327,11 +335,9 @@ class Link:
                 content = self.machine.note(self.gauges())
             try:
                 self.run.brief.replace(name, content, durable=False)
-            except AwayError:
-                self._is_note_due.set()
-                self._sleep(AGAIN_SECONDS)
-            except FullError as error:
-                self.run.say_full(error)
+            except (AwayError, FullError) as error:
+                if isinstance(error, FullError):
+                    self.run.say_full(error)
                 self._is_note_due.set()
                 self._sleep(AGAIN_SECONDS)
             if kind is Kind.CLOUD:
@@ -343,14 +349,9 @@ class Link:
     def _download(self) -> None:
         while True:
             with self._changed:
-                stored = next(
-                    (
-                        one
-                        for one in self.machine.wanted()
-                        if self._claims[one.fragment] is not Claim.PREPARED
-                    ),
-                    None,
-                )
+                wanted = self.machine.wanted()
+                free = (one for one in wanted if self._claims[one.fragment] is not Claim.PREPARED)
+                stored = next(free, None)
                 if stored is None:
                     self._changed.wait(LOOK)
                     if self._closed.is_set():
@@ -364,7 +365,7 @@ class Link:
                 logger.warning(f"{error}; trying again")
                 self._sleep(AGAIN_SECONDS)
                 continue
-            except DamagedError as error:
+            except DamagedObjectError as error:
                 logger.warning(f"{error}; trying again, until there is a newer copy")
                 self._sleep(AGAIN_SECONDS)
                 content = None

@@ -7,17 +7,17 @@ run has the bits of one job.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.diloco.arithmetic import outer_step, slot_count
 from torchtitan_diloco.diloco.codecs import add_to_mean
 from torchtitan_diloco.diloco.config import OuterOptimizer
 from torchtitan_diloco.diloco.exchange import PIECE
+from torchtitan_diloco.diloco.formats import island_formats
+from torchtitan_diloco.diloco.outer_step import outer_step
 from torchtitan_diloco.islands.layout import Layout, Shapes
 from torchtitan_diloco.islands.payload import (
     HEADER_BYTES,
@@ -29,7 +29,6 @@ from torchtitan_diloco.islands.payload import (
     read_header,
     write_header,
 )
-from torchtitan_diloco.islands.rules.changes import CODECS
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.settings import Settings
 from torchtitan_diloco.islands.scratch import FragmentState
@@ -38,18 +37,15 @@ from torchtitan_diloco.store.store import Buffer
 
 def outer_optimizer(settings: Settings) -> OuterOptimizer:
     """Return the outer optimizer of a run. Raise a UserError if it or the codec is unknown."""
-    if settings.codec not in CODECS:
-        raise UserError(f"the run uses the codec {settings.codec}: give one of {', '.join(CODECS)}")
+    if settings.codec not in island_formats():
+        known = ", ".join(island_formats())
+        raise UserError(f"the run uses the codec {settings.codec}: give one of {known}")
     try:
-        chosen = OuterOptimizer(
-            name=settings.outer_optimizer,  # type: ignore[arg-type]
-            lr=settings.outer_lr,
-            **settings.outer_numbers,
+        return OuterOptimizer(
+            name=settings.outer_optimizer, lr=settings.outer_lr, **settings.outer_numbers
         )
-        slot_count(chosen)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(f"the outer optimizer of the run is unknown: {error}") from None
-    return chosen
 
 
 class Mean:
@@ -82,19 +78,22 @@ def merge(
     layout: Layout,
     parts: Sequence[tuple[Buffer, int]],
     settings: Settings,
+    *,
     weight_of_all: int,
+    clock: int,
 ) -> memoryview | None:
     """Write the next version to `after`, and return the content of its object, which may be in its
     memory.
 
-    `parts`: contents and weights in the order of slots. Return None if the version would not be
-    finite; `after` is then undefined.
+    `parts`: contents and weights in the order of slots. `clock`: tokens of the fragment with them.
+    Return None if the version would not be finite; `after` is then undefined.
     """
     counted = [(content, weight) for content, weight in parts if weight]
     weight = sum(weight for _, weight in counted)
     optimizer = outer_optimizer(settings)
+    lr = optimizer.lr_after(clock)
     if weight != weight_of_all and weight_of_all:
-        optimizer = replace(optimizer, lr=optimizer.lr * (weight / weight_of_all))
+        lr *= weight / weight_of_all
     mean = Mean(layout.shapes, counted)
     steps = before.steps + bool(counted)
     version = _Version(settings, before.published, after.published)
@@ -107,7 +106,7 @@ def merge(
             slot.copy_(old[start:end])
         if counted:
             mean.read(start, theta)  # which the step replaces with the next Theta
-            outer_step(optimizer, before.theta[start:end], theta, slots, count=steps)
+            outer_step(optimizer, before.theta[start:end], theta, slots, count=steps, lr=lr)
         else:
             theta.copy_(before.theta[start:end])
         squares += [torch.dot(values, values) for values in (theta, *slots)]

@@ -25,7 +25,7 @@ from torchtitan_diloco.islands.rules.decision import (
 )
 from torchtitan_diloco.islands.rules.history import Sums
 from torchtitan_diloco.islands.rules.names import name_of
-from torchtitan_diloco.islands.rules.note import Gauges, Note, Part
+from torchtitan_diloco.islands.rules.note import Note, NotedGauges, Part
 from torchtitan_diloco.islands.seen import (
     ALL,
     EVERYBODY,
@@ -174,7 +174,7 @@ class _Moment:
     ) -> dict[str, Any]:
         """Return the columns of an island. `since`: for how many seconds it does this."""
         note = self.view.notes.get(incarnation)
-        gauges = Gauges() if note is None else note.read_gauges()
+        gauges = NotedGauges() if note is None else note.read_gauges()
         rate = gauges.tokens_per_second
         if note is not None and not rate and note.step and note.step_seconds:
             rate = note.tokens / (note.step * note.step_seconds)

@@ -12,7 +12,7 @@ from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.store import AwayError, ClosedError, open_store
 from torchtitan_diloco.store.join_file import read_join_file
 
-AGAIN_SECONDS = 2.0
+REOPEN_SECONDS = 2.0
 """Seconds after which a store that could not be opened is opened again."""
 
 
@@ -63,7 +63,7 @@ class RunPages:
             except Exception as error:  # the store may be away, or the run be another one
                 self._view = None
                 self._problem = f"the run cannot be read: {error}"
-            self._closed.wait(AGAIN_SECONDS)
+            self._closed.wait(REOPEN_SECONDS)
 
     def _read(self) -> None:
         """Read a run until this is closed."""

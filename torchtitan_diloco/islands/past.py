@@ -7,9 +7,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torchtitan_diloco.islands.rules import presence
 from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.history import Bin, Event, EventKind, Sums
-from torchtitan_diloco.islands.rules.presence import SILENT
 from torchtitan_diloco.islands.stays import Stay, append_thinned
 
 MOST_NEWS = 50
@@ -142,7 +142,7 @@ class _Reader:
             case EventKind.LEFT | EventKind.LOST | EventKind.EVICTED:
                 self._end(event.who, at, ENDS[event.kind])
             case EventKind.AWAY if stay is not None:
-                stay.spans[-1][1] = max(stay.spans[-1][0], at - SILENT)
+                stay.spans[-1][1] = max(stay.spans[-1][0], at - presence.SILENT)
                 self._away.add(event.who)
             case EventKind.BACK if stay is not None:
                 stay.spans.append([at, at])

@@ -25,14 +25,14 @@ from torchtitan_diloco.diloco.codecs import Codec, build_codec
 from torchtitan_diloco.diloco.codecs.base import UNIT
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
+from torchtitan_diloco.diloco.formats import NAME_BYTES, island_formats
 from torchtitan_diloco.islands.layout import Layout, Shapes
-from torchtitan_diloco.islands.rules.changes import CODECS
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.note import MOST_RANKS, Part
 from torchtitan_diloco.store.store import Buffer
 
 _MAGIC = b"tdv1"
-_HEADER = struct.Struct("<4sI8sIIQ")
+_HEADER = struct.Struct(f"<4sI{NAME_BYTES}sIIQ")
 HEADER_BYTES = _HEADER.size
 
 
@@ -55,7 +55,7 @@ def read_header(content: Buffer) -> Header:
         raise MalformedError("it is shorter than its header")
     magic, ranks, codec, block_size, _, steps = _HEADER.unpack_from(content)
     header = Header(codec.rstrip(b"\0").decode("ascii", "replace"), block_size, ranks, steps)
-    is_known = magic == _MAGIC and header.codec in CODECS and block_size in BLOCK_SIZES
+    is_known = magic == _MAGIC and header.codec in island_formats() and block_size in BLOCK_SIZES
     if not is_known or not 1 <= ranks <= MOST_RANKS:
         raise MalformedError("its header is unknown")
     return header
@@ -85,8 +85,7 @@ def codec_for(name: str, block_size: int) -> Codec:
     """Return a codec for use in this thread."""
     key = name, block_size
     if key not in _codecs.built:
-        chosen = Quantization(codec=name, block_size=block_size)  # type: ignore[arg-type]
-        _codecs.built[key] = build_codec(chosen)
+        _codecs.built[key] = build_codec(Quantization(codec=name, block_size=block_size))
     return _codecs.built[key]
 
 

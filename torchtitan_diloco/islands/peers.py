@@ -191,13 +191,15 @@ class IslandPeers(Peers):
             self._boundary(take)
             self._last.raise_if_over(self.islands.name)
             if self._link is not None:
-                raise_if_ended(self.machine, self.islands.join)
+                self._link.read(lambda machine: raise_if_ended(machine, self.islands.join))
             self._say_wait(began, before_start)
         self._boundary(self._take)
         for state in self._loop.states:
             state.write_model()
         name = self.islands.name
-        seat = None if self._link is None else take_seat(name, self._link.machine, self.clock)
+        seat = None
+        if self._link is not None:
+            seat = self._link.read(lambda machine: take_seat(name, machine, self.clock))
         self.seat = share(seat, Seat, self._ranks.decisions)
         return self.seat
 
@@ -421,7 +423,7 @@ class IslandPeers(Peers):
         watcher = self.reports.watcher
         if watcher is not None and time.monotonic() - since >= STILL_SECONDS:
             watcher(self.reports.late())
-        self._waiting.say(since, obstacle(self._link, describe(self.machine)))
+        self._waiting.say(since, obstacle(self._link, self._link.read(describe)))
 
     def _use(self, settings: Settings) -> None:
         """Use the settings of the run."""
@@ -464,8 +466,8 @@ class IslandPeers(Peers):
         """Save the copies P. The work since the last part is not saved. After a restart, its
         samples are read again."""
         if self._link is not None:
-            facts.island = write_saved(self.machine.save())
-        facts.fragments = [FragmentFacts(outer_steps=version) for version in self._versions]
+            facts.island = write_saved(self._link.read(Island.save))
+        facts.fragments = [FragmentFacts(optimizer_steps=version) for version in self._versions]
         state = SavedState(facts, {})
         for one in self._loop.states:
             state.tensors |= saving.named(SHARED, one, one.outer.to("cpu", copy=True), mesh)

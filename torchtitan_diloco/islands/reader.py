@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan_diloco.islands.overview import STALE_SECONDS, View, overview
 from torchtitan_diloco.islands.past import past_of
+from torchtitan_diloco.islands.rules import presence
 from torchtitan_diloco.islands.rules.commit import CallFailedError
 from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.fields import MalformedError
@@ -22,17 +23,16 @@ from torchtitan_diloco.islands.rules.names import (
     run_name,
 )
 from torchtitan_diloco.islands.rules.note import MOST_NOTE, Note, decode_note
-from torchtitan_diloco.islands.rules.presence import SILENT
 from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands.tables import render
-from torchtitan_diloco.store import AwayError, DamagedError, Entry, open_store
+from torchtitan_diloco.store import AwayError, DamagedObjectError, Entry, open_store
 
 REFRESH_SECONDS, LONGEST_PAUSE = 1.0, 0.1
 LISTEN_SECONDS = 2.5
 """Seconds to wait for a new decision if the clock of the store does not say that the newest one is
 new."""
-PATIENCE = 5.0
-"""Seconds for which a call of the store is repeated at the start."""
+COMMAND_PATIENCE = 5.0
+"""Seconds for which a command repeats a call of the store that it needs."""
 NEWEST_BINS = 12
 """Number of objects of the history to read, unless all are needed: at least an hour."""
 MOST_JOINING = 64
@@ -154,14 +154,14 @@ class Reader:
                 continue
             if incarnation in owners:
                 chosen[incarnation] = entry
-            elif entry.age <= SILENT and joining < MOST_JOINING:
+            elif entry.age <= presence.SILENT and joining < MOST_JOINING:
                 chosen[incarnation] = entry
                 joining += 1
         for incarnation, entry in chosen.items():
             tag = entry.size, entry.tag
             if self._tags.get(incarnation) == tag:
                 continue
-            with suppress(DamagedError, MalformedError):
+            with suppress(DamagedObjectError, MalformedError):
                 found = self.run.brief.get(entry.name)
                 if found is not None:
                     self._notes[incarnation] = decode_note(found.content)
@@ -180,7 +180,7 @@ class Reader:
             if number in self._bins:
                 continue
             one: Bin | None = None
-            with suppress(DamagedError, MalformedError):
+            with suppress(DamagedObjectError, MalformedError):
                 found = self.run.brief.get(history_name(number))
                 one = None if found is None else decode_bin(found.content)
             self._bins[number] = one
@@ -193,8 +193,8 @@ def _age(entry: Entry) -> float:
 @contextmanager
 def open_reader(location: str, *, whole: bool = False) -> Iterator[Reader]:
     """Yield a reader that has read a run once. `whole`: read the whole history."""
-    store = open_store(location, writes=None, patience=PATIENCE, quiet=True)
-    run = Run(store, patience=PATIENCE)
+    store = open_store(location, writes=None, patience=COMMAND_PATIENCE, quiet=True)
+    run = Run(store, patience=COMMAND_PATIENCE)
     try:
         reader = Reader(run, whole=whole)
         reader.read()

@@ -28,7 +28,10 @@ Result = TypeVar("Result")
 
 
 class Run:
-    """The objects of a run. Any thread may use this."""
+    """The objects of a run of islands. Any thread may use this.
+
+    `Run` of the configuration is the section of its settings, that of the report what was recorded.
+    """
 
     def __init__(self, store: Store, streams: int = STREAMS, patience: float = 0.0) -> None:
         """`streams`: number of chunks of large objects in flight at a time. `patience`: seconds for

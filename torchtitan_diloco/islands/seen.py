@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
 from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Report, Vitals, absence
+from torchtitan_diloco.islands.rules import presence
 from torchtitan_diloco.islands.rules.decision import IS_IDLE, Decision, Fate, Seen, Slot
 from torchtitan_diloco.islands.rules.names import name_of
-from torchtitan_diloco.islands.rules.presence import SILENT
 
 WRONG, EVERYBODY = "wrong numbers", "everybody slow"
 KINDS = (
@@ -68,12 +68,12 @@ def reports_of(decision: Decision) -> dict[str, Report]:
 
 
 def is_silent(seen: Seen) -> bool:
-    return seen.heard > SILENT
+    return seen.heard > presence.SILENT
 
 
 def is_moving(seen: Seen) -> bool:
     """Return whether an island has completed a step lately."""
-    return seen.still < max(SILENT, MOVING_STEPS * seen.step_seconds)
+    return seen.still < max(presence.SILENT, MOVING_STEPS * seen.step_seconds)
 
 
 def _report(decision: Decision, slot: Slot, seen: Seen) -> Report:
@@ -83,7 +83,7 @@ def _report(decision: Decision, slot: Slot, seen: Seen) -> Report:
     absent = absence(
         answers=not is_silent(seen),
         still=seen.still,
-        longest=max(SILENT, decision.settings.slot_seconds),
+        longest=max(presence.SILENT, decision.settings.slot_seconds),
         may_wait=may_wait,
         is_stuck=kind_of(seen.says) == STUCK,
     )

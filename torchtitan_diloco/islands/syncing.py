@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -37,7 +37,7 @@ from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.jobs import (
     Adopt,
     Commit,
-    Delete,
+    DeleteObjects,
     Fetch,
     Job,
     Load,
@@ -56,7 +56,6 @@ from torchtitan_diloco.islands.rules.names import (
     VERSION,
     login_of,
 )
-from torchtitan_diloco.islands.rules.presence import SILENT
 from torchtitan_diloco.islands.rules.settings import RATES
 from torchtitan_diloco.islands.rules.syncer import Syncer
 from torchtitan_diloco.islands.runs import Run
@@ -115,25 +114,28 @@ class SyncerProcess:
     def run(self) -> bool:
         """Stand by and lead until the run has ended and all islands have read it, and return True,
         or return False after `stop`. Raise an error for users if that is impossible."""
-        while not self._stopping.is_set():
-            decision = self._stand_by()
-            if self._stopping.is_set():
-                break
-            session = secrets.token_hex(8)
-            write_session(self._scratch, session)
-            term = Term(
-                self._run,
-                self._scratch,
-                decision,
-                session,
-                threads=self._threads,
-                stays=self._stays,
-                stopping=self._stopping,
-                say=self._say,
-            )
-            if term.lead():
-                return not self._stopping.is_set()
-            self._say("another syncer decides: standing by")
+        with ExitStack() as transfers:
+            while not self._stopping.is_set():
+                decision = self._stand_by()
+                transfers.close()  # they read files that the next term writes
+                if self._stopping.is_set():
+                    break
+                session = secrets.token_hex(8)
+                write_session(self._scratch, session)
+                term = Term(
+                    self._run,
+                    self._scratch,
+                    decision,
+                    session,
+                    threads=self._threads,
+                    stays=self._stays,
+                    stopping=self._stopping,
+                    say=self._say,
+                )
+                transfers.callback(term.close)
+                if term.lead():
+                    return not self._stopping.is_set()
+                self._say("another syncer decides: standing by")
         return False
 
     def _stand_by(self) -> Decision | None:
@@ -197,7 +199,8 @@ class Term:
     # --- its life ---------------------------------------------------------------------------------
 
     def lead(self) -> bool:
-        """Lead until the end. Return False if another syncer has decided meanwhile."""
+        """Lead until the end. Return False if another syncer has decided meanwhile. Transfers may
+        go on until `close`."""
         self._say(f"leads, in session {self._session}")
         threads = [
             threading.Thread(target=self._guard, args=(body,), name=f"syncer-{name}", daemon=True)
@@ -217,13 +220,18 @@ class Term:
             self._over.set()
             self._commits.put(None)
             self._work.close()  # a later term reads the files that these tasks write
-            self._transfer.close()
-            self._delete.close()
+            self._transfer.stop()
+            self._delete.stop()
             for thread in threads:
                 thread.join()
         if self._error is not None:
             raise self._error
         return not self._is_superseded
+
+    def close(self) -> None:
+        """Wait for the transfers that run when this term is over."""
+        self._transfer.close()
+        self._delete.close()
 
     def _guard(self, body: Callable[[], None]) -> None:
         try:
@@ -307,8 +315,7 @@ class Term:
             return False
         if not self._heard.has_read_changes or state.settings != decision.settings:
             return False  # it may be longer now
-        silences = (self.machine.presence.silence(owner) for owner in decision.owners())
-        return all(silence > SILENT for silence in silences)
+        return all(self.machine.presence.is_silent(owner) for owner in decision.owners())
 
     def _begin(self, job: Job) -> None:
         """Pass a job to the threads."""
@@ -325,7 +332,7 @@ class Term:
             case Upload():
                 lane = job.stored.kind, job.stored.fragment
                 self._transfer.submit(lane, partial(self._transfers.upload, job))
-            case Delete():
+            case DeleteObjects():
                 self._delete.submit("delete", partial(self._transfers.do, job))
             case _:
                 self._transfer.submit(type(job).__name__, partial(self._transfers.do, job))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.diloco.arithmetic import slot_count
 from torchtitan_diloco.islands.layout import Layout, Shapes, hexadecimal
 from torchtitan_diloco.islands.merging import (
     apply_version,
@@ -23,7 +22,7 @@ from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.founding import WentBackError
 from torchtitan_diloco.islands.rules.jobs import (
     Adopt,
-    Delete,
+    DeleteObjects,
     Fetch,
     Job,
     Load,
@@ -48,12 +47,11 @@ from torchtitan_diloco.islands.rules.syncer import Syncer
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.scratch import FragmentState, Scratch
 from torchtitan_diloco.islands.spares import Spares
-from torchtitan_diloco.store import AwayError, DamagedError, FullError
+from torchtitan_diloco.islands.transfers import AGAIN_SECONDS
+from torchtitan_diloco.store import AwayError, DamagedObjectError, FullError
 
 LOOKS, LOOK_SECONDS = 10, 0.3
 """Number of attempts to find an object that is not visible yet, and the seconds between them."""
-AGAIN_SECONDS = 1.0
-"""Seconds after which a failed transfer is repeated."""
 SPARE_PARTS = 8
 """Number of parts whose memory is kept for other parts."""
 SPARE_BYTES = 4096
@@ -111,7 +109,7 @@ class FragmentTasks:
         """Open the scratch folder of a run."""
         with self._lock:
             if self._scratch is None:
-                slots = slot_count(outer_optimizer(settings))
+                slots = len(outer_optimizer(settings).rule.slots)
                 name = hashlib.sha256(run.encode()).hexdigest()[:16]
                 self._scratch = Scratch(self._folder / name, shapes, slots)
             return self._scratch
@@ -177,7 +175,7 @@ class FragmentTasks:
             if content is None:
                 return ""
             read_copy(content, state.published)
-        except (DamagedError, MalformedError):
+        except (DamagedObjectError, MalformedError):
             return ""
         state.theta.copy_(state.published)
         for slot in state.slots:
@@ -193,7 +191,7 @@ class FragmentTasks:
         if state is None:
             try:
                 state = self._load_objects(job, version)
-            except (DamagedError, MalformedError) as error:
+            except (DamagedObjectError, MalformedError) as error:
                 raise UserError(
                     f"fragment {job.fragment} of the run is damaged ({error}): put back a copy of "
                     "the store, or begin at an empty location from the newest checkpoint of an "
@@ -268,7 +266,13 @@ class FragmentTasks:
         with self._lock:
             parts = [(self._parts[one.incarnation, one.part], one.part.weight) for one in job.parts]
         content = merge(
-            before, after, self.layout(fragment), parts, self.settings(), job.weight_of_all
+            before,
+            after,
+            self.layout(fragment),
+            parts,
+            self.settings(),
+            weight_of_all=job.weight_of_all,
+            clock=job.clock,
         )
         if content is None:
             scratch.release(after)
@@ -347,7 +351,7 @@ class TransferTasks:
                     found = self._judge(job, content)
                     break
                 self._sleep(LOOK_SECONDS)
-        except DamagedError:
+        except DamagedObjectError:
             pass
         self._deliver(lambda machine: machine.on_part(job.incarnation, part, found))
 
@@ -383,6 +387,6 @@ class TransferTasks:
                 name = history_name(job.number)
                 patiently(self._run, lambda: self._run.store.create(name, job.content), self._sleep)
                 self._deliver(lambda machine: machine.on_recorded(job.number))
-            case Delete():
+            case DeleteObjects():
                 for name in job.names:
                     patiently(self._run, partial(self._run.large.delete, name), self._sleep)

@@ -16,6 +16,10 @@ class _Upload:
     size: int
 
 
+AGAIN_SECONDS = 0.5
+"""Seconds after which an island, or the syncer, repeats a failed transfer."""
+
+
 class Transfers:
     """Measures the transfers of an island with the store. Any thread may call this."""
 

@@ -25,7 +25,7 @@ from torchtitan_diloco.store.store import MOST_BYTES
 
 Hop: TypeAlias = tuple[str, Callable[[], str]]
 """Name of a check, and a function that returns its result or raises an error with a remedy."""
-PATIENCE = 10.0
+STORE_PATIENCE = 10.0
 CALLS = 10
 """Number of calls whose median counts."""
 MOST_APART = 60.0
@@ -91,9 +91,9 @@ class Location:
     # --- each check -------------------------------------------------------------------------------
 
     def _open(self) -> str:
-        open_store(self._location, writes=None, patience=PATIENCE).close()  # makes no folder
+        open_store(self._location, writes=None, patience=STORE_PATIENCE).close()  # makes no folder
         writes = f"{PART}{self._name}/" if self._join else ""
-        self._store = open_store(self._location, writes=writes, patience=PATIENCE)
+        self._store = open_store(self._location, writes=writes, patience=STORE_PATIENCE)
         kinds = {
             Kind.FOLDER: "a folder",
             Kind.NEAR: "a bucket of a server of one's own",
@@ -192,7 +192,7 @@ class Location:
         steps = [seen.step_seconds for seen in decision.seen if seen and seen.step_seconds]
         step = statistics.median(steps) if steps else 0.0
         waits = max(settings.grace, settings.delay * step)
-        codec = build_codec(Quantization(codec=settings.codec, block_size=settings.block_size))  # type: ignore[arg-type]
+        codec = build_codec(Quantization(codec=settings.codec, block_size=settings.block_size))
         size = max(codec.wire_bytes(shared.elements) for shared in decision.fragments)
         rate = self._rates[self._streams]
         needed = size / rate.up + size / rate.down

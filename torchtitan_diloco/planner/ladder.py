@@ -10,15 +10,13 @@ from dataclasses import replace
 
 from torchtitan_diloco.base.formatting import clock, markdown_table
 from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
-from torchtitan_diloco.diloco.config import FEW_ROUNDS, CodecName, DiLoCoConfig, Quantization
+from torchtitan_diloco.diloco.config import FEW_ROUNDS, DiLoCoConfig, Quantization
 from torchtitan_diloco.planner.prediction import Conditions, Prediction, Workload
 
 DELAYS = (1, 2, 5, 10)
-CODECS: tuple[CodecName, ...] = ("int8", "fp4_e3m0")
+CODECS = ("int8", "fp4_e3m0")
 LARGEST_SYNC_EVERY = 500
 MARGIN = 1.2
-SPARSE = "topk"
-"""It needs the outer sgd, and other formats momentum, which a run cannot change."""
 Tried = dict[DiLoCoConfig, Prediction]
 
 
@@ -61,8 +59,8 @@ def settings_that_fit(
     fitting = before
     for rung in rungs(given, LARGEST_SYNC_EVERY * FEW_ROUNDS):
         codec = rung.quantization.codec
-        if given.quantization.codec == SPARSE != codec:
-            continue
+        if given.quantization.format.is_sparse and not rung.quantization.format.is_sparse:
+            continue  # others need the outer momentum, which a run cannot change
         seconds = MARGIN * transfers * _bits(rung.quantization) / _bits(given.quantization)
         delay = max(given.overlap.delay, math.ceil(seconds / fragments / step))
         needed = max(math.ceil(seconds / step), delay + 1)

@@ -36,6 +36,7 @@ from torchtitan_diloco.diloco.config import (
     Quantization,
 )
 from torchtitan_diloco.diloco.exchange import bytes_from_each, chunk_and_window, slice_owners
+from torchtitan_diloco.diloco.formats import FORMATS
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import state_bytes
 from torchtitan_diloco.diloco.schedule import build_schedule
@@ -220,11 +221,11 @@ def predict_exchange(
 def coded_bytes(values: int, workers: int, codec: str) -> float:
     """Return the fp32 bytes that a worker encodes and decodes in an exchange.
 
-    Two workers, or any number with `topk`, encode their delta and decode those of all workers.
-    Otherwise each encodes its delta and the mean of its slice, and decodes all parts of that slice
-    and all means.
+    Two workers, or any number with a sparse format, encode their delta and decode those of all
+    workers. Otherwise each encodes its delta and the mean of its slice, and decodes all parts of
+    that slice and all means.
     """
-    if workers == 2 or codec == "topk":
+    if workers == 2 or FORMATS[codec].is_sparse:
         return 4 * values * (1 + workers)
     return 4 * values * (3 + 1 / workers)
 

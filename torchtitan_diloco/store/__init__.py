@@ -24,7 +24,7 @@ connections. Readers poll: of a list, they read what has another size or tag tha
 follows the `kind` of the store.
 
 Failures
-    Each content is stored with its checksum, which is checked when it is read: DamagedError.
+    Each content is stored with its checksum, which is checked when it is read: DamagedObjectError.
     Temporary failures, such as a server that restarts, are retried for `patience` seconds, and
     logged; then AwayError is raised. `with_patience` gives a thread that must go on a shorter one.
     Other failures raise at once: FullError for a full disk or quota; RefusedError for all that
@@ -37,7 +37,7 @@ Nothing here depends on the meaning of the objects.
 from torchtitan_diloco.store.errors import (
     AwayError,
     ClosedError,
-    DamagedError,
+    DamagedObjectError,
     FullError,
     RefusedError,
     StoreError,
@@ -50,7 +50,7 @@ __all__ = [
     "MOST_BYTES",
     "AwayError",
     "ClosedError",
-    "DamagedError",
+    "DamagedObjectError",
     "Entry",
     "Found",
     "FullError",

@@ -20,7 +20,7 @@ class RefusedError(StoreError):
     wrong."""
 
 
-class DamagedError(StoreError):
+class DamagedObjectError(StoreError):
     """The content of an object is not what was written."""
 
 

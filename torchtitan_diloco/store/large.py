@@ -18,7 +18,7 @@ from typing import Annotated, TypeVar, overload
 import msgspec
 
 from torchtitan_diloco.base.untrusted import decode_json
-from torchtitan_diloco.store.errors import DamagedError, StoreError
+from torchtitan_diloco.store.errors import DamagedObjectError, StoreError
 from torchtitan_diloco.store.store import MOST_BYTES, Buffer, Entry, Store, checksum
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class LargeObjects:
             if stored.get(names[number]) == len(piece):
                 return
             if not self._store.create(names[number], piece, checksums[number], durable=durable):
-                raise DamagedError(
+                raise DamagedObjectError(
                     f"{self._store.location}: the bytes of {names[number]} do not "
                     "match the hash in its name; delete it"
                 )
@@ -116,8 +116,8 @@ class LargeObjects:
         `most`: maximum size that the reader accepts, whatever the writer declares. `into`: bytes in
         place of new memory, which must have room for the content; the part with the content is
         returned. After an error, the memory must not be used for anything else, because a chunk
-        that is under way may still be written to it. Raises DamagedError if the content is larger,
-        or a part of it is missing, truncated or altered.
+        that is under way may still be written to it. Raises DamagedObjectError if the content is
+        larger, or a part of it is missing, truncated or altered.
         """
         most = len(into) if into is not None else most
         head = self._head(name)
@@ -125,7 +125,7 @@ class LargeObjects:
             return None
         size = head.size if isinstance(head, _Head) else len(head)
         if size > most:
-            raise DamagedError(
+            raise DamagedObjectError(
                 f"{self._store.location}: {name} declares {size} bytes, "
                 f"but at most {most} are expected"
             )
@@ -156,7 +156,7 @@ class LargeObjects:
                 return False
             raise
         if _root_of(checksums) != head.root:
-            raise DamagedError(
+            raise DamagedObjectError(
                 f"{self._store.location}: the chunks of {name} have different content"
             )
         return True
@@ -196,7 +196,7 @@ class LargeObjects:
             ):
                 raise ValueError("impossible sizes")
         except ValueError as error:
-            raise DamagedError(
+            raise DamagedObjectError(
                 f"{self._store.location}: {name} is not a large object ({error})"
             ) from error
         return head
@@ -219,7 +219,7 @@ class LargeObjects:
         return [future.result() for future in futures]
 
 
-class _MissingError(DamagedError):
+class _MissingError(DamagedObjectError):
     """A chunk is missing."""
 
 

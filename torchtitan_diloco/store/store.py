@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 from torchtitan_diloco.store.attempts import Attempts
-from torchtitan_diloco.store.errors import DamagedError, RefusedError, StoreError
+from torchtitan_diloco.store.errors import DamagedObjectError, RefusedError, StoreError
 from torchtitan_diloco.store.names import check_name, check_prefix
 
 _MARK = b"tds1"
@@ -72,8 +72,8 @@ class Raw(NamedTuple):
     """Time at which it was written, in seconds since 1970, on the clock of the store."""
 
 
-def too_large(location: str, name: str, size: int, most: int) -> DamagedError:
-    return DamagedError(
+def too_large(location: str, name: str, size: int, most: int) -> DamagedObjectError:
+    return DamagedObjectError(
         f"{location}: {name} has {size} bytes, and at most {most} are expected; delete it"
     )
 
@@ -134,7 +134,7 @@ class Backend(ABC):
         into: memoryview | None = None,
     ) -> Raw | None:
         """Return an object, or None if there is none. One above `most` bytes is not read:
-        DamagedError.
+        DamagedObjectError.
 
         `into`: where to write a content of exactly this size. One of another size is returned in
         memory of its own.
@@ -211,7 +211,7 @@ class Store:
         """Return the content of an object, or None if there is none.
 
         `large`: whether it may have some MB, for which a silence of seconds is no failure. `most`:
-        maximum size that the reader accepts; a larger content is not read, but a DamagedError.
+        maximum size that the reader accepts; a larger content is not read: DamagedObjectError.
         """
         check_name(name)
         most += SEAL_BYTES
@@ -235,7 +235,9 @@ class Store:
         place = f"{self.location}: {name}"
         digest = unseal(place, raw.sealed)
         if len(raw.sealed.content) != len(room):
-            raise DamagedError(f"{place} has {len(raw.sealed.content)} bytes, not {len(room)}")
+            raise DamagedObjectError(
+                f"{place} has {len(raw.sealed.content)} bytes, not {len(room)}"
+            )
         return digest
 
     def list(self, prefix: str, after: str = "", most: int | None = None) -> list[Entry]:
@@ -362,13 +364,17 @@ def seal(content: Buffer, known: bytes = b"") -> Sealed:
 
 
 def unseal(place: str, sealed: Sealed) -> bytes:
-    """Check a content, and return its checksum. Raise a DamagedError that names its location."""
+    """Check a content, and return its checksum. Raise a DamagedObjectError that names its place."""
     content = sealed.content
     found = bytes(sealed.seal)
     if len(found) < SEAL_BYTES or not found.endswith(_MARK):
         size = len(content) + len(found)
-        raise DamagedError(f"{place} is truncated: its {size} bytes do not end with a checksum")
+        raise DamagedObjectError(
+            f"{place} is truncated: its {size} bytes do not end with a checksum"
+        )
     digest = checksum(content)
     if found[:_CHECKSUM_BYTES] != digest:
-        raise DamagedError(f"{place} was altered: the checksum of its {len(content)} bytes differs")
+        raise DamagedObjectError(
+            f"{place} was altered: the checksum of its {len(content)} bytes differs"
+        )
     return digest

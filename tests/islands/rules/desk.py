@@ -19,7 +19,7 @@ from torchtitan_diloco.islands.rules.fields import Shape
 from torchtitan_diloco.islands.rules.history import Bin, decode_bin, encode_bin
 from torchtitan_diloco.islands.rules.jobs import (
     Commit,
-    Delete,
+    DeleteObjects,
     Fetch,
     Job,
     Load,
@@ -169,5 +169,5 @@ class Desk:
                     self.history.append(decode_bin(job.content))
                 assert encode_bin(self.history[job.number]) == job.content, "once, or the same"
                 syncer.on_recorded(job.number)
-            case Delete():
+            case DeleteObjects():
                 self.deleted += job.names

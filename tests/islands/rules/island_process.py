@@ -15,7 +15,7 @@ from torchtitan_diloco.islands.rules.founding import Founding, WentBackError, en
 from torchtitan_diloco.islands.rules.fragment import Apply
 from torchtitan_diloco.islands.rules.island import REJOIN, Island
 from torchtitan_diloco.islands.rules.names import COPY, ISLAND, founding_name, part_name
-from torchtitan_diloco.islands.rules.note import Gauges, Part
+from torchtitan_diloco.islands.rules.note import NotedGauges, Part
 
 if TYPE_CHECKING:
     from tests.islands.rules.simulation import Simulation
@@ -186,7 +186,7 @@ class IslandProcess(Process):
             if self.is_note_due or self.world.now - last >= NOTE_SECONDS:
                 last, self.is_note_due = self.world.now, False
                 merged = max(self.simulation.clocks.get(self.incarnation, 0), 0)
-                raw = self.machine.note(Gauges(loss=2.5, validated=(merged, 3.0), says=1))
+                raw = self.machine.note(NotedGauges(loss=2.5, validated=(merged, 3.0), says=1))
                 self.simulation.note_bytes = max(self.simulation.note_bytes, len(raw))
                 name = ISLAND + self.incarnation
                 try:

@@ -19,7 +19,7 @@ from torchtitan_diloco.islands.rules.founding import WentBackError
 from torchtitan_diloco.islands.rules.jobs import (
     Adopt,
     Commit,
-    Delete,
+    DeleteObjects,
     Fetch,
     Job,
     Load,
@@ -179,7 +179,7 @@ class SyncerProcess(Process):
                 self.spawn(self.in_term(self.record(job)))
             case Settle():
                 self.settle(job)
-            case Delete():
+            case DeleteObjects():
                 if self.simulation.kills_after.intersection(job.names):
                     self.simulation.kills_after.difference_update(job.names)
                     self.is_alive = False

@@ -19,7 +19,7 @@ from torchtitan_diloco.islands.rules.decision import (
 from torchtitan_diloco.islands.rules.fields import FURTHEST
 from torchtitan_diloco.islands.rules.jobs import Settle
 from torchtitan_diloco.islands.rules.names import ISLAND, LARGEST, VERSION
-from torchtitan_diloco.islands.rules.note import Gauges, Vitals
+from torchtitan_diloco.islands.rules.note import NotedGauges, NotedVitals
 from torchtitan_diloco.islands.rules.presence import (
     FORGOTTEN,
     MOST_OF_LOGIN,
@@ -169,7 +169,7 @@ def test_malformed_values_for_users_silence_no_island() -> None:
         [seen] = desk.state.seen
         assert seen is not None
         assert seen.step == 3
-        assert seen.vitals == Vitals()
+        assert seen.vitals == NotedVitals()
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -247,7 +247,7 @@ def seen_of(state: Decision, slot: int) -> Seen:
 
 def test_a_decision_has_what_was_last_seen_of_each_owner() -> None:
     desk = Desk(founded())
-    gauges = msgspec.json.encode(Gauges(vitals=Vitals(compute=0.12345), says=7))
+    gauges = msgspec.json.encode(NotedGauges(vitals=NotedVitals(compute=0.12345), says=7))
     desk.note(A, step=4, tokens=40, position=50, sending=[0], gauges=msgspec.Raw(gauges))
     desk.pass_time(3.0)
     seen = seen_of(desk.state, 0)

@@ -22,7 +22,7 @@ from torchtitan_diloco.islands.rules.history import (
     decode_bin,
     encode_bin,
 )
-from torchtitan_diloco.islands.rules.note import Gauges, Note
+from torchtitan_diloco.islands.rules.note import Note, NotedGauges
 
 SOON = 20.0
 
@@ -35,7 +35,7 @@ def _short_bins(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_short_bins")
 def test_bins_have_the_sums_of_each_island() -> None:
     desk = Desk(founded(total_tokens=10**6))
-    gauges = msgspec.Raw(msgspec.json.encode(Gauges(loss=2.5, validated=(10, 3.0))))
+    gauges = msgspec.Raw(msgspec.json.encode(NotedGauges(loss=2.5, validated=(10, 3.0))))
     for number in range(1, 5):
         for slot, one in enumerate((A, B)):
             desk.note(one, desk.part(slot), step=10 * number, gauges=gauges)

@@ -1,115 +1,16 @@
-"""What an island does, case by case. Each was a hole in the first rules."""
-
-from typing import Any
+"""What an island does as it trains, case by case. Each was a hole in the first rules."""
 
 import msgspec
 import pytest
 
-from tests.islands.rules.desk import SHAPES, A, B, checksum, founded
-from torchtitan_diloco.base.user import UserError
+from tests.islands.rules.desk import A, B, checksum, founded
+from tests.islands.rules.hand import Hand
 from torchtitan_diloco.diloco.modes import Mode
-from torchtitan_diloco.islands.rules.checkpoint import Saved
-from torchtitan_diloco.islands.rules.decision import REPLACED, SICK, Decision, Fate, Kept, Ledger
-from torchtitan_diloco.islands.rules.founding import Founding, WentBackError
-from torchtitan_diloco.islands.rules.fragment import Boundary
-from torchtitan_diloco.islands.rules.island import LEFT, OVER, REJOIN, Island
+from torchtitan_diloco.islands.rules.decision import REPLACED, SICK, Fate, Kept, Ledger
+from torchtitan_diloco.islands.rules.island import LEFT, REJOIN
 from torchtitan_diloco.islands.rules.names import COPY, VERSION, Object
-from torchtitan_diloco.islands.rules.note import Note, Part, decode_note
+from torchtitan_diloco.islands.rules.note import Part, decode_note
 from torchtitan_diloco.islands.rules.settings import RATES
-
-
-def build_island(fragments: int = 1, **options: Any) -> Island:
-    return Island(A, **({"facts": {}, "shapes": [SHAPES] * fragments} | options))
-
-
-def founding(**changed: Any) -> Founding:
-    fields: dict[str, Any] = {"run": "r", "settings": founded().settings, "shapes": [SHAPES]}
-    return Founding(**(fields | {"checksums": ["0"]} | changed))
-
-
-class Hand:
-    """An island by hand, which holds what it wants at once."""
-
-    def __init__(self, state: Decision, **options: Any) -> None:
-        self.now, self.state = 0.0, state
-        self.island = build_island(**options)
-        self.applied: list[tuple[int, Mode, float]] = []
-        self.read()
-
-    def read(self, **changed: Any) -> None:
-        """Let it read a decision with these fields, and download what it wants."""
-        for key, value in changed.items():
-            setattr(self.state, key, value)
-        self.state.number += 1
-        raw = msgspec.json.encode(self.state)
-        self.island.on_decision(msgspec.json.decode(raw, type=Decision), self.now)
-        self.download()
-
-    def download(self) -> None:
-        while wanted := self.island.wanted():
-            self.island.on_held(wanted[0], self.now)
-
-    def boundary(self) -> Boundary:
-        """Do what is due, and return what is left."""
-        total = Boundary(0)
-        while True:
-            due = self.island.boundary(self.now)
-            for apply in due.applies:
-                self.applied.append((apply.version, apply.mode, apply.share))
-                self.island.on_checksum(apply.fragment, apply.version, checksum(apply.version))
-            for send in due.sends:
-                self.island.on_stored(send.part, 100, self.now)
-            total.applies += due.applies
-            total.sends += due.sends
-            if not due.applies and not due.sends:
-                total.waits_until, total.clock = due.waits_until, due.clock
-                total.is_training = due.is_training
-                return total
-
-    def step(self, count: int = 1) -> Boundary:
-        for _ in range(count):
-            self.now += 0.1
-            self.island.heard_at = self.now
-            self.island.finish_step(1, 1, 0.1)
-            due = self.boundary()
-        return due
-
-    @property
-    def sent(self) -> Part:
-        outstanding = self.island.fragments[0].sent
-        assert outstanding is not None
-        return outstanding.part
-
-    @property
-    def note(self) -> Note:
-        return decode_note(self.island.note())
-
-    def publish(self, *, fate: Fate = Fate.MERGED, own: bool = True, keeps: int = 99) -> None:
-        """Let the syncer make the next version, with the own part or without."""
-        shared, ledger = self.state.fragments[0], self.state.slots[0].ledgers[0]
-        if own:
-            ledger.number, ledger.fate = self.sent.number, fate
-            if fate is Fate.MERGED or fate.is_lost:
-                ledger.taken = self.sent.end
-        if fate is Fate.MERGED:
-            shared.version += 1
-            shared.clock += 20
-            shared.kept.append(Kept(shared.version, checksum(shared.version), self.state.number))
-            shared.kept = shared.kept[-keeps:]
-            ledger.version = shared.version if own else ledger.version
-        self.read()
-
-
-def build_hand() -> Hand:
-    """Return an island that has begun, alone."""
-    hand = Hand(founded((A,), sync_every=10, delay=2, mixing=0.25))
-    hand.boundary()
-    return hand
-
-
-@pytest.fixture
-def hand() -> Hand:
-    return build_hand()
 
 
 def test_it_sends_at_its_turn_and_mixes_in_time(hand: Hand) -> None:
@@ -245,28 +146,6 @@ def test_a_copy_takes_the_place_of_an_update_that_is_missing(hand: Hand) -> None
     assert island.wanted() == [Object(VERSION, 4, 0, 2)]
 
 
-@pytest.mark.parametrize("what", ["run", "version", "checksum", "ledger", "slots"])
-def test_a_store_that_was_put_back_is_an_error_for_people(hand: Hand, what: str) -> None:
-    """A later decision contradicts one that was read."""
-    hand.step(10)
-    hand.publish()
-    older = founded((A,), sync_every=10, delay=2, mixing=0.25)
-    older.number = hand.state.number + 1
-    if what != "version":
-        older.fragments = hand.state.fragments
-    if what == "run":
-        older.run = "other"
-    elif what == "checksum":
-        older = msgspec.json.decode(msgspec.json.encode(hand.state), type=Decision)
-        older.number += 1
-        kept = older.fragments[0].kept
-        kept[-1] = msgspec.structs.replace(kept[-1], checksum="ffff")
-    elif what == "slots":
-        older.slots = []
-    with pytest.raises(WentBackError, match="restart the syncer and all islands"):
-        hand.island.on_decision(older, hand.now)
-
-
 def test_it_waits_for_its_grace_at_most_and_not_in_vain() -> None:
     hand = Hand(founded((A,), delay=2, grace=5.0))
     hand.boundary()
@@ -361,124 +240,6 @@ def test_a_sick_island_says_so_and_goes_on(hand: Hand) -> None:
     assert not hand.island.ending
     assert hand.island.is_training
     assert ["numbers are repeatedly wrong" in line for line in hand.island.news] == [True]
-
-
-def saved_of(hand: Hand) -> Saved:
-    saved = hand.island.save()
-    assert saved is not None
-    return saved.with_checksums([checksum(one.version) for one in saved.fragments])
-
-
-def test_a_restart_takes_the_copy_of_its_checkpoint_and_reads_again(hand: Hand) -> None:
-    """The part that was undecided is merged, and theta is P: what came after it is read again."""
-    hand.step(11)
-    saved = saved_of(hand)
-    hand.publish()
-    again = Hand(hand.state, saved=saved)
-    assert again.boundary().clock >= saved.clock
-    assert again.applied == [(0, Mode.TAKE, 0.0), (1, Mode.ADD, 0.0)]
-    assert again.island.position == 10
-    [send] = again.step(10).sends
-    assert (send.part.start, send.part.end, send.part.weight) == (10, 20, 10)
-
-
-def test_a_heir_and_then_an_old_checkpoint_merge_nothing_twice(hand: Hand) -> None:
-    """Its part 1 is [0, 10), and that of its heir [0, 4)."""
-    hand.step(10)
-    saved = saved_of(hand)
-    hand.state.slots[0].ledgers[0] = Ledger(1, 4, 0, Fate.MERGED, 0, 0)
-    again = Hand(hand.state, saved=saved)
-    again.boundary()
-    [send] = again.step(10).sends
-    assert (send.part.number, send.part.start, send.part.end) == (2, 4, 14)
-
-
-def test_a_checkpoint_with_a_wrong_bit_is_not_carried_on(hand: Hand) -> None:
-    saved = saved_of(hand).with_checksums(["bad"])
-    again = Hand(hand.state, saved=saved)
-    assert again.boundary().applies[0].source == Object(COPY, 1, 0, 0)
-
-
-def test_a_checkpoint_names_its_run_at_any_time(hand: Hand) -> None:
-    """Else a restart would found another one in an empty folder."""
-    joins = build_island()
-    assert joins.save() is None
-    joins.on_decision(founded((B,)), 0.0)
-    saved = joins.save()
-    assert saved is not None
-    assert (saved.run, saved.fragments) == ("r", [])
-    hand.step(10)
-    hand.publish(fate=Fate.NOT_FINITE)
-    assert saved_of(hand).run == "r"
-
-
-def test_a_joiner_takes_a_copy_and_the_versions_after_it() -> None:
-    state = founded((B,), fragments=2)
-    for number, shared in enumerate(state.fragments):
-        shared.version = 9
-        shared.kept = [Kept(v, checksum(v), 50 + v) for v in range(10)]
-        copy = msgspec.structs.replace(shared.copies[0], version=8, number=40 + number)
-        shared.copies.append(copy)
-    island = build_island(fragments=2)
-    island.on_decision(state, 0.0)
-    assert island.wanted() == [
-        Object(COPY, 40, 0, 8),
-        Object(VERSION, 59, 0, 9),
-        Object(COPY, 41, 1, 8),
-        Object(VERSION, 59, 1, 9),
-    ]
-    assert decode_note(island.note()).wish == ""
-    for stored in island.wanted():
-        island.on_held(stored, 0.0)
-    assert decode_note(island.note()).wish == "join"
-    island.on_decision(msgspec.structs.replace(state, number=state.number + 1, ended=True), 0.0)
-    assert decode_note(island.note()).wish == "", "nothing is left to train"
-    assert island.ending == OVER
-
-
-def test_an_empty_or_another_location_is_an_error_for_people(hand: Hand) -> None:
-    saved = saved_of(hand)
-    with pytest.raises(UserError, match="run r"):
-        build_island(saved=saved).on_empty()
-    state = founded((A,))
-    state.run = "other"
-    with pytest.raises(UserError, match="the checkpoint belongs to run r"):
-        build_island(saved=saved).on_decision(state, 0.0)
-    may_found = build_island(founds=founding(), saved=saved)
-    may_found.on_empty()
-    assert may_found.may_found
-
-
-def test_an_island_that_may_not_found_waits_and_says_for_whom() -> None:
-    island = build_island()
-    island.on_empty()
-    assert not island.may_found
-    assert island.news == [
-        "the location is empty: waiting for an island that may found the run",
-    ]
-    unfounded = founded(())
-    unfounded.fragments, unfounded.founder = [], B
-    island.on_decision(unfounded, 0.0)
-    assert island.news[-1] == "waiting for island b to store the first copies"
-    assert not island.is_founder
-    founder = build_island(founds=founding())
-    unfounded.founder = A
-    founder.on_decision(unfounded, 0.0)
-    assert founder.is_founder
-    founder.on_decision(msgspec.structs.replace(founded(), number=2), 0.0)
-    assert not founder.is_founder
-
-
-@pytest.mark.parametrize("is_saved", [False, True])
-def test_another_tokenizer_or_model_is_an_error_for_people(hand: Hand, *, is_saved: bool) -> None:
-    """Also if the island resumes."""
-    saved = saved_of(hand) if is_saved else None
-    with pytest.raises(UserError, match="tokenizer is a here and None in the run"):
-        build_island(facts={"tokenizer": "a"}, saved=saved).on_decision(founded(), 0.0)
-    with pytest.raises(UserError, match="fragment 0 has other parameters here"):
-        build_island(shapes=[[(100, 11)]], saved=saved).on_decision(founded(), 0.0)
-    with pytest.raises(UserError, match="2 fragments here and 1 in the run"):
-        build_island(fragments=2, saved=saved).on_decision(founded(), 0.0)
 
 
 def test_a_healed_fragment_declares_its_work_lost(hand: Hand) -> None:

@@ -16,9 +16,11 @@ from tests.islands.rules import (
     test_commit,
     test_founding,
     test_island,
+    test_island_start,
     test_simulation,
     test_syncer,
 )
+from tests.islands.rules.hand import build_hand
 from torchtitan_diloco.islands.rules import commit, founding, ledger, names
 from torchtitan_diloco.islands.rules.changes import Changes
 from torchtitan_diloco.islands.rules.fragment import OwnFragment
@@ -61,7 +63,7 @@ class Mutation:
 
 
 def with_hand(case: Callable[..., None], *arguments: Any) -> Callable[[], None]:
-    return lambda: case(test_island.build_hand(), *arguments)
+    return lambda: case(build_hand(), *arguments)
 
 
 def commits(outcome: commit.Outcome) -> Callable[[], None]:
@@ -311,21 +313,21 @@ MUTATIONS = {
         founding.check_run,
         "facts.get(key) != of_run.get(key)",
         "False",
-        lambda: test_island.test_another_tokenizer_or_model_is_an_error_for_people(
-            test_island.build_hand(), is_saved=True
+        lambda: test_island_start.test_another_tokenizer_or_model_is_an_error_for_people(
+            build_hand(), is_saved=True
         ),
     ),
     "parameters are compared": Mutation(
         founding.check_run,
         "own != shared.shapes",
         "False",
-        lambda: test_island.test_another_tokenizer_or_model_is_an_error_for_people(
-            test_island.build_hand(), is_saved=True
+        lambda: test_island_start.test_another_tokenizer_or_model_is_an_error_for_people(
+            build_hand(), is_saved=True
         ),
     ),
     "another founder follows": Mutation(
         founding.Founders.choose,
-        "self._presence.silence(current) <= SILENT",
+        "not self._presence.is_silent(current)",
         "True",
         test_founding.test_another_founder_follows_one_that_dies,
     ),
@@ -375,7 +377,7 @@ MUTATIONS = {
         OwnFragment.on_checksum,
         "known in (None, checksum)",
         "True",
-        with_hand(test_island.test_a_checkpoint_with_a_wrong_bit_is_not_carried_on),
+        with_hand(test_island_start.test_a_checkpoint_with_a_wrong_bit_is_not_carried_on),
     ),
     "an early send fits": Mutation(
         OwnFragment._is_due,
@@ -393,7 +395,9 @@ MUTATIONS = {
         founding.check_continues,
         "old.number > new.number",
         "False",
-        with_hand(test_island.test_a_store_that_was_put_back_is_an_error_for_people, "ledger"),
+        with_hand(
+            test_island_start.test_a_store_that_was_put_back_is_an_error_for_people, "ledger"
+        ),
     ),
     "garbage has an old number": Mutation(
         names.is_garbage,

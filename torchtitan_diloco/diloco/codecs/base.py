@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from torchtitan_diloco.diloco.config import Quantization
+
 UNIT = 1024
 """Pieces of a multiple of this many values can be encoded separately, into consecutive bytes."""
 BIAS = 127
@@ -39,14 +41,15 @@ class Codec(ABC):
 
     is_fp32 = False
     """A payload is the memory of the values, so it can be sent and read without a copy."""
-    is_sparse = False
-    """Most values are decoded as zero, but fewer in a mean of many workers, which omits workers
-    that send a zero. Values that are not sent stay in the worker's parameters, and thus in its next
-    delta."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, config: Quantization) -> None:
+        self.name = config.codec
+        self.format = config.format
         self._scratch_buffers: dict[str, Tensor] = {}
+
+    def details(self) -> list[str]:
+        """Describe what a user may want to know of it, such as its blocks, in a few words each."""
+        return []
 
     @abstractmethod
     def wire_bytes(self, values: int) -> int:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.diloco.codecs.base import BIAS, LOWEST, NOT_FINITE_SCALE, UNIT, Codec
-from torchtitan_diloco.diloco.config import BLOCK_SIZES
+from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
+from torchtitan_diloco.diloco.formats import Format
 
 
 @cache
@@ -29,10 +30,10 @@ def triton_kernels() -> ModuleType | None:
         return None
 
 
-def kernels_for(values: Tensor) -> ModuleType | None:
+def kernels_for(form: Format, values: Tensor) -> ModuleType | None:
     """Return the kernels for a tensor, or None for the torch code, which defines the bits."""
     # TRITON_INTERPRET=1, set before Triton is imported, runs the kernels on a CPU, slowly.
-    if values.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+    if form.has_kernels and (values.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return triton_kernels()
     return None
 
@@ -43,8 +44,8 @@ CODE_BITS = (8, 4)
 """Sizes of a code that torch and the GPU kernels can pack."""
 
 
-class Format(NamedTuple):
-    """Parameters that define the bits of a format, and constants of the GPU kernels."""
+class Grid(NamedTuple):
+    """Parameters that define the bits of a format with blocks, and constants of the GPU kernels."""
 
     block: int
     """Values that share a scale."""
@@ -66,9 +67,9 @@ class Format(NamedTuple):
 class Workspace:
     """Views of one buffer, for encoding and decoding a number of whole units."""
 
-    def __init__(self, buffer: Tensor, values: int, form: Format) -> None:
+    def __init__(self, buffer: Tensor, values: int, grid: Grid) -> None:
         units = values // UNIT
-        blocks = values // form.block
+        blocks = values // grid.block
         sizes = [4 * values, 4 * values, values, 4 * blocks, 4 * blocks, 4 * blocks]
         parts = buffer[: sum(sizes)].split(sizes)
         self.magnitudes = parts[0].view(torch.float32)
@@ -79,7 +80,7 @@ class Workspace:
         self.moved_blocks = self.moved.view(blocks, -1)
         self.codes = parts[2]
         # The codes of one byte as a word: they are merged in its lowest byte.
-        self.words = self.codes.view({8: torch.int8, 4: torch.int16}[form.bits])
+        self.words = self.codes.view({8: torch.int8, 4: torch.int16}[grid.bits])
         self.word_rows = self.words.view(units, -1)
         self.shifted = parts[1][:values].view(self.words.dtype)
         # Packed bytes as indices of the decoding table.
@@ -115,21 +116,21 @@ class BlockCodec(Codec):
     top: float
     """Largest value of the grid."""
 
-    def __init__(self, name: str, block_size: int) -> None:
-        assert block_size in BLOCK_SIZES
+    def __init__(self, config: Quantization) -> None:
+        assert config.block_size in BLOCK_SIZES
         sizes = (8,) if self.mantissa == INTEGERS else CODE_BITS
         if self.bits not in sizes:
             kind = "integers" if self.mantissa == INTEGERS else "floats"
             raise ValueError(
-                f"format {name} has codes of {self.bits} bits: {kind} of "
+                f"format {config.codec} has codes of {self.bits} bits: {kind} of "
                 f"{' or '.join(map(str, sizes))} bits can be packed"
             )
-        super().__init__(name)
-        self.block_size = block_size
+        super().__init__(config)
+        self.block_size = config.block_size
         word = int(torch.tensor(self.top).view(torch.int32))
         exponent = (word >> 23) - BIAS
-        self.format = Format(
-            block=block_size,
+        self.grid = Grid(
+            block=self.block_size,
             bits=self.bits,
             mantissa=self.mantissa,
             unit_exponent=self.unit_exponent,
@@ -138,8 +139,8 @@ class BlockCodec(Codec):
             highest=2 * BIAS - max(exponent, 1 + self.unit_exponent),
         )
         self._unit_sizes = self._sizes(UNIT)
-        self._largest = self.top * 2.0 ** (self.format.highest - BIAS)
-        self._carry = _word(self.format.carry)
+        self._largest = self.top * 2.0 ** (self.grid.highest - BIAS)
+        self._carry = _word(self.grid.carry)
         self._shift = _word(23)
         self._inverse = _word((2 * BIAS - self.unit_exponent) << 23)
         exponents = torch.arange(256, dtype=torch.int32) + self.unit_exponent
@@ -149,13 +150,16 @@ class BlockCodec(Codec):
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._workspaces: dict[int, Workspace] = {}
 
+    def details(self) -> list[str]:
+        return [f"one scale per {self.block_size} values"]
+
     def wire_bytes(self, values: int) -> int:
         units, rest = divmod(values, UNIT)
         return units * sum(self._unit_sizes) + sum(self._sizes(rest))
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
-        if kernels := kernels_for(values):
-            kernels.encode(values, payload, self.format)
+        if kernels := kernels_for(self.format, values):
+            kernels.encode(values, payload, self.grid)
             return
         if rest := values.numel() % UNIT:
             whole = values.numel() - rest
@@ -169,8 +173,8 @@ class BlockCodec(Codec):
             self._encode_units(values, payload)
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
-        if kernels := kernels_for(values):
-            kernels.average([payload], [1.0], values, self.format)
+        if kernels := kernels_for(self.format, values):
+            kernels.average([payload], [1.0], values, self.grid)
             return
         if rest := values.numel() % UNIT:
             whole = values.numel() - rest
@@ -186,8 +190,8 @@ class BlockCodec(Codec):
             self._decode_units(payload, values)
 
     def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
-        if kernels := kernels_for(out):
-            kernels.average(payloads, weights, out, self.format)
+        if kernels := kernels_for(self.format, out):
+            kernels.average(payloads, weights, out, self.grid)
         else:
             super().average(payloads, weights, out)
 
@@ -209,7 +213,7 @@ class BlockCodec(Codec):
             self._buffer = torch.empty(10 * size, dtype=torch.uint8, device=values.device)
             self._workspaces.clear()
         if size not in self._workspaces:
-            self._workspaces[size] = Workspace(self._buffer, size, self.format)
+            self._workspaces[size] = Workspace(self._buffer, size, self.grid)
         return self._workspaces[size]
 
     def _rows(self, payload: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +229,7 @@ class BlockCodec(Codec):
         torch.amax(room.blocks, dim=1, out=room.largest)
         # The exponent of a block's largest value, after the carry, is its scale.
         torch.add(room.largest_bits, self._carry, out=room.scales)
-        room.scales.bitwise_right_shift_(self._shift).clamp_(LOWEST, self.format.highest)
+        room.scales.bitwise_right_shift_(self._shift).clamp_(LOWEST, self.grid.highest)
         # The inverse of a power of two has the negated exponent.
         torch.add(self._inverse, room.scales, alpha=-(2**23), out=room.steps_bits)
         room.blocks.mul_(room.step_column)
@@ -233,7 +237,7 @@ class BlockCodec(Codec):
             broken = ~room.largest.isfinite()
             room.scales.masked_fill_(broken, NOT_FINITE_SCALE)
             room.blocks.masked_fill_(broken[:, None], 0.0)
-            room.magnitudes.clamp_(max=self.format.most_steps)
+            room.magnitudes.clamp_(max=self.grid.most_steps)
         self._pack(values, room, codes)
         scales.copy_(room.scale_rows)
 
@@ -278,21 +282,14 @@ class MiniFloatCodec(BlockCodec):
     """
 
     def __init__(
-        self,
-        name: str,
-        block_size: int,
-        *,
-        exponent: int,
-        mantissa: int,
-        bias: int,
-        top: float,
+        self, config: Quantization, *, exponent: int, mantissa: int, bias: int, top: float
     ) -> None:
         """`exponent`, `mantissa`: numbers of bits. `top`: the largest value that is used."""
         self.bits = 1 + exponent + mantissa
         self.mantissa = mantissa
         self.top = top
         self.unit_exponent = 1 - bias - mantissa
-        super().__init__(name, block_size)
+        super().__init__(config)
         self._half_of_normal = torch.tensor(2.0 ** (mantissa - 1))
         self._cut = 23 - mantissa
         self._cut_tensor = torch.tensor(self._cut, dtype=torch.int32)

@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from torchtitan_diloco.diloco.codecs.base import UNIT, Codec, add_to_mean
 from torchtitan_diloco.diloco.codecs.blocks import kernels_for
+from torchtitan_diloco.diloco.config import Quantization
 
 PLACE_BITS = 10
 """Bits of a place in its unit. An entry also has a bit for the upper level and one for the sign."""
@@ -27,19 +28,20 @@ assert 2**PLACE_BITS == UNIT
 class TopKCodec(Codec):
     """Entries of 12 bits for the largest values of a unit, then two scales in bf16."""
 
-    is_sparse = True
+    def __init__(self, config: Quantization) -> None:
+        super().__init__(config)
+        assert config.top_values % 2 == 0
+        self.top_values = config.top_values
+        self._entry_bytes = self.top_values * ENTRY_BITS // 8
 
-    def __init__(self, name: str, top_values: int) -> None:
-        super().__init__(name)
-        assert top_values % 2 == 0
-        self.top_values = top_values
-        self._entry_bytes = top_values * ENTRY_BITS // 8
+    def details(self) -> list[str]:
+        return [f"the largest {self.top_values} of every {UNIT} values", "the others later"]
 
     def wire_bytes(self, values: int) -> int:
         return -(-values // UNIT) * (self._entry_bytes + 4)
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
-        if kernels := kernels_for(values):
+        if kernels := kernels_for(self.format, values):
             kernels.encode_largest(values, payload, self.top_values)
         elif values.numel():
             if missing := -values.numel() % UNIT:

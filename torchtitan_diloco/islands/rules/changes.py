@@ -1,13 +1,13 @@
 """Changes that a person may make during a run."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any, TypeAlias, get_args
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from torchtitan_diloco.base.untrusted import decode_json
-from torchtitan_diloco.diloco.config import CodecName
+from torchtitan_diloco.diloco.formats import island_formats
 from torchtitan_diloco.islands.rules.decision import BARRED, LEAVE, Decision
 from torchtitan_diloco.islands.rules.fields import MalformedError, Name
 from torchtitan_diloco.islands.rules.names import NAME_PATTERN, name_of
@@ -19,8 +19,6 @@ MOST_DONE = 64
 """Maximum number of changes in a decision. More of them wait."""
 SETTLED_SECONDS = 10.0
 """Time listened after which a change that is no longer listed is forgotten. Lists may be late."""
-CODECS = [name for name in get_args(CodecName) if name != "topk"]
-"""Codecs to which a run can change. `topk` needs a different outer optimizer."""
 IslandName = Annotated[str, Meta(pattern=rf"^{NAME_PATTERN}\Z")]
 
 
@@ -89,8 +87,8 @@ def changed(settings: Settings, change: Set) -> Settings:
     """Return the settings after a change. Raise a MalformedError if it is not possible."""
     if change.key not in CHANGEABLE:
         raise MalformedError(f"{change.key} cannot be changed during a run")
-    if change.key == "codec" and change.value not in CODECS:
-        raise MalformedError(f"codec = {change.value}: give one of {', '.join(CODECS)}")
+    if change.key == "codec" and change.value not in island_formats():
+        raise MalformedError(f"codec = {change.value}: give one of {', '.join(island_formats())}")
     fields = msgspec.to_builtins(settings) | {change.key: _number(change.value)}
     try:
         after = msgspec.convert(fields, Settings, strict=False)

@@ -28,7 +28,7 @@ from torchtitan_diloco.islands.rules.fields import (
 )
 from torchtitan_diloco.islands.rules.history import History
 from torchtitan_diloco.islands.rules.names import COPY, OUTER, VERSION, Object
-from torchtitan_diloco.islands.rules.note import Vitals
+from torchtitan_diloco.islands.rules.note import NotedVitals
 from torchtitan_diloco.islands.rules.settings import Settings
 
 PROTOCOL = 1
@@ -119,7 +119,7 @@ class Seen(msgspec.Struct, array_like=True, frozen=True):
     tokens: Tokens = 0
     position: Count = 0
     step_seconds: Seconds = 0.0
-    vitals: Vitals = Vitals()
+    vitals: NotedVitals = NotedVitals()
     flags: Annotated[int, Meta(ge=0, le=255)] = 0
     """`IS_IDLE` and `IS_SENDING`."""
     says: Annotated[int, Meta(ge=0, le=255)] = 0

@@ -32,7 +32,7 @@ from torchtitan_diloco.islands.rules.fields import (
     Shapes,
     Tokens,
 )
-from torchtitan_diloco.islands.rules.presence import SILENT, Presence
+from torchtitan_diloco.islands.rules.presence import Presence
 from torchtitan_diloco.islands.rules.settings import Settings
 
 MOST_FOUNDING = 4 * 2**20
@@ -141,7 +141,7 @@ class Founders:
     def choose(self, current: str) -> str:
         """Return the founder: the current one while it is heard, else the first one that is."""
         is_known = current in self._foundings
-        if is_known and (self._is_adopting or self._presence.silence(current) <= SILENT):
+        if is_known and (self._is_adopting or not self._presence.is_silent(current)):
             return current
         heard = (one for one in self._foundings if self._presence.is_heard(one))
         return next(heard, current)

@@ -28,7 +28,7 @@ from torchtitan_diloco.islands.rules.fragment import (
     Send,
 )
 from torchtitan_diloco.islands.rules.names import Object, name_of, part_name
-from torchtitan_diloco.islands.rules.note import GIVE, JOIN, Gauges, Note, Part, encode_note
+from torchtitan_diloco.islands.rules.note import GIVE, JOIN, Note, NotedGauges, Part, encode_note
 from torchtitan_diloco.islands.rules.settings import Settings
 
 BEHIND = 1
@@ -352,7 +352,7 @@ class Island:
         )
         return "" if is_busy else GIVE
 
-    def note(self, gauges: Gauges | None = None) -> bytes:
+    def note(self, gauges: NotedGauges | None = None) -> bytes:
         """Return the note of this incarnation."""
         self._counter += 1
         behind = (one.shared.version - one.held for one in self.fragments)
@@ -374,7 +374,7 @@ class Island:
                 corpus=self.corpus,
                 needs_copies=self.slot is None and max(behind, default=0) > COPY_VERSIONS,
                 entered=self.entered,
-                gauges=msgspec.Raw(msgspec.json.encode(gauges or Gauges())),
+                gauges=msgspec.Raw(msgspec.json.encode(gauges or NotedGauges())),
             )
         )
 

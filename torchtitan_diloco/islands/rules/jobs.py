@@ -7,7 +7,7 @@ from torchtitan_diloco.islands.rules.decision import SharedFragment
 from torchtitan_diloco.islands.rules.founding import Founding
 from torchtitan_diloco.islands.rules.names import COPY, OUTER, VERSION, Object
 from torchtitan_diloco.islands.rules.note import Part
-from torchtitan_diloco.islands.rules.rounds import Waiting
+from torchtitan_diloco.islands.rules.rounds import WaitingPart
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,17 @@ class Fetch:
 class Merge:
     """Average parts in this order, step the outer optimizer, encode the update: `on_merged`.
 
-    The learning rate is scaled by the weight of the parts over `weight_of_all`. The new state
+    The learning rate is that at `clock`, the tokens of the fragment with these parts, scaled by the
+    weight of the parts over `weight_of_all`. The new state
     stands beside the one before it until a `Settle`, so that nothing has to be undone. If the
     result is not finite, it is dropped, with its momentum.
     """
 
     fragment: int
     version: int
-    parts: tuple[Waiting, ...]
+    parts: tuple[WaitingPart, ...]
     weight_of_all: int
+    clock: int
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,12 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Delete:
+class DeleteObjects:
     names: tuple[str, ...]
 
 
 Job: TypeAlias = (
-    Commit | Adopt | Load | Fetch | Merge | Settle | Snapshot | Upload | Record | Delete
+    Commit | Adopt | Load | Fetch | Merge | Settle | Snapshot | Upload | Record | DeleteObjects
 )
 
 

@@ -59,7 +59,7 @@ class PartHead(msgspec.Struct, array_like=True, frozen=True):
     number: Positive
 
 
-class Vitals(msgspec.Struct, array_like=True, frozen=True):
+class NotedVitals(msgspec.Struct, array_like=True, frozen=True):
     """Seconds of a step, of checkpoints per step, and of transfers per cycle. 0: unknown."""
 
     compute: Seconds = 0.0
@@ -69,15 +69,15 @@ class Vitals(msgspec.Struct, array_like=True, frozen=True):
     upload: Seconds = 0.0
     download: Seconds = 0.0
 
-    def rounded(self) -> "Vitals":
+    def rounded(self) -> "NotedVitals":
         """Return the values with three digits."""
-        return Vitals(*(float(f"{value:.3g}") for value in msgspec.structs.astuple(self)))
+        return NotedVitals(*(float(f"{value:.3g}") for value in msgspec.structs.astuple(self)))
 
 
-class Gauges(msgspec.Struct, array_like=True, frozen=True):
+class NotedGauges(msgspec.Struct, array_like=True, frozen=True):
     """Values of an island for users. No decision depends on them."""
 
-    vitals: Vitals = Vitals()
+    vitals: NotedVitals = NotedVitals()
     loss: Loss | None = None  # its training loss
     validated: tuple[Tokens, Loss] | None = None
     """Tokens that the run had merged, and the loss of the shared model then."""
@@ -134,12 +134,12 @@ class Note(msgspec.Struct, array_like=True):
                 seen.add(part.fragment)
                 yield part
 
-    def read_gauges(self) -> Gauges:
+    def read_gauges(self) -> NotedGauges:
         """Return the values for users, or none if they are malformed."""
         try:
-            return decode_json(self.gauges, Gauges)
+            return decode_json(self.gauges, NotedGauges)
         except ValueError:
-            return Gauges()
+            return NotedGauges()
 
 
 def encode_note(note: Note) -> bytes:

@@ -108,8 +108,11 @@ class Presence:
         member = self.members.get(incarnation)
         return self.listened - (0.0 if member is None else member.heard)
 
+    def is_silent(self, incarnation: str) -> bool:
+        return self.silence(incarnation) > SILENT
+
     def is_heard(self, incarnation: str) -> bool:
-        return incarnation in self.members and self.silence(incarnation) <= SILENT
+        return incarnation in self.members and not self.is_silent(incarnation)
 
     def is_stepping(self, incarnation: str, grace: float) -> bool:
         """Return whether it is heard and completes steps. It may pause for its own grace period."""
@@ -251,7 +254,7 @@ class Seats:
         name = name_of(incarnation)
         for number, slot in enumerate(slots):
             if slot.owner is not None and name_of(slot.owner) == name:
-                if self._presence.silence(slot.owner) <= SILENT:
+                if not self._presence.is_silent(slot.owner):
                     return None
                 if slot.corpus in ("", note.corpus):
                     return None if self._is_busy(number) else number

@@ -58,7 +58,7 @@ class Speeds:
 
 
 @dataclass
-class Waiting:
+class WaitingPart:
     """A valid part that is not in a version yet."""
 
     incarnation: str
@@ -98,9 +98,9 @@ class Round:
     decision: Decision
     presence: Presence
     fragment: int
-    waiting: dict[int, Waiting] = field(default_factory=dict)
+    waiting: dict[int, WaitingPart] = field(default_factory=dict)
     """Waiting parts by slot."""
-    merging: list[Waiting] = field(default_factory=list)
+    merging: list[WaitingPart] = field(default_factory=list)
     """Parts of the version that is being computed."""
     opened_at: float = 0.0
     steps: dict[str, int] = field(default_factory=dict)
@@ -198,10 +198,10 @@ class Round:
 
     # --- close ------------------------------------------------------------------------------------
 
-    def drop_refused(self, age: float) -> list[tuple[Waiting, Fate]]:
+    def drop_refused(self, age: float) -> list[tuple[WaitingPart, Fate]]:
         """Judge the waiting parts again, because the fragment may have changed, and drop the
         others."""
-        refused = list[tuple[Waiting, Fate]]()
+        refused = list[tuple[WaitingPart, Fate]]()
         for slot, one in list(self.waiting.items()):
             fate = judge(self.decision, slot, one.part, age)
             if fate is not Fate.NONE:
@@ -209,7 +209,7 @@ class Round:
                 refused.append((one, fate))
         return refused
 
-    def close_if_due(self, now: float) -> tuple[list[Waiting], int] | None:
+    def close_if_due(self, now: float) -> tuple[list[WaitingPart], int] | None:
         """Return the parts of the next version in the order of slots, and the weight of all.
 
         A round closes when all ready islands have sent a part, or when its grace period is over and
@@ -240,7 +240,7 @@ class Round:
         known = self.weights.get(owner)
         return statistics.median_low(known) if known else default
 
-    def outliers(self, parts: list[Waiting]) -> set[int]:
+    def outliers(self, parts: list[WaitingPart]) -> set[int]:
         """Return the slots whose parts are outliers.
 
         A part after an outage contains the work of many cycles, so its norm counts in units of the
@@ -254,7 +254,7 @@ class Round:
         alone = self.ready().keys() <= norms.keys() and len(norms) == 1
         return find_outliers(norms, known, limit, alone=alone)
 
-    def _usual_norm(self, one: Waiting) -> float:
+    def _usual_norm(self, one: WaitingPart) -> float:
         assert one.norm is not None
         usual = self._usual_weight(one.slot, one.part.weight)
         return one.norm / max(1.0, one.part.weight / max(1, usual))

@@ -61,7 +61,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     outer_optimizer: Name = "nesterov"
     outer_lr: Annotated[float, Meta(gt=0, le=100)] = 1.0
     outer_numbers: dict[Name, float] = {}
-    """Other numbers of the outer optimizer, by their names, such as `momentum`."""
+    """Other numbers of the outer optimizer, by the names of their settings, such as `momentum`.
+    Its `warmup` is in tokens."""
     codec: Name = "fp32"
     block_size: Positive = 64
     """Values that share a scale in the codec."""

@@ -28,7 +28,7 @@ from torchtitan_diloco.islands.rules.founding import Founders, Founding
 from torchtitan_diloco.islands.rules.history import EventKind, encode_bin
 from torchtitan_diloco.islands.rules.jobs import (
     Adopt,
-    Delete,
+    DeleteObjects,
     Fetch,
     Job,
     Merge,
@@ -41,8 +41,8 @@ from torchtitan_diloco.islands.rules.jobs import (
 from torchtitan_diloco.islands.rules.ledger import decide, judge, most_samples
 from torchtitan_diloco.islands.rules.names import COPY, OUTER, VERSION, Object, name_of
 from torchtitan_diloco.islands.rules.note import Note, Part, PartHead, decode_note
-from torchtitan_diloco.islands.rules.presence import SILENT, Handover, Presence, Seats
-from torchtitan_diloco.islands.rules.rounds import Round, Speeds, Waiting
+from torchtitan_diloco.islands.rules.presence import Handover, Presence, Seats
+from torchtitan_diloco.islands.rules.rounds import Round, Speeds, WaitingPart
 from torchtitan_diloco.islands.rules.writer import Uploads, Writer
 
 COPY_VERSIONS, COPY_SECONDS = 8, 600.0
@@ -175,7 +175,7 @@ class Syncer:
             elif fate is not Fate.NONE:
                 self._refuse(incarnation, slot, part, fate)
             else:
-                self.rounds[part.fragment].waiting[slot] = Waiting(incarnation, slot, part)
+                self.rounds[part.fragment].waiting[slot] = WaitingPart(incarnation, slot, part)
                 self._jobs.append(Fetch(incarnation, part))
 
     def _decide(self, ledger: Ledger, fate: Fate, number: int, end: int) -> None:
@@ -213,7 +213,7 @@ class Syncer:
         else:
             one.norm = found
 
-    def _waiting(self, incarnation: str, part: Part) -> Waiting | None:
+    def _waiting(self, incarnation: str, part: Part) -> WaitingPart | None:
         waiting = self.rounds[part.fragment].waiting.values()
         return next(
             (one for one in waiting if (one.incarnation, one.part) == (incarnation, part)), None
@@ -226,7 +226,7 @@ class Syncer:
         if state is None or committed is None or not state.is_founded:
             return []
         if done := tuple(name for name in names if name in committed.done):
-            self._jobs.append(Delete(done))
+            self._jobs.append(DeleteObjects(done))
         return self._changes.choose(state, names, self.presence.listened)
 
     def on_change(self, name: str, raw: bytes) -> None:
@@ -356,7 +356,7 @@ class Syncer:
         dropped = self._writer.on_committed(self._now)
         assert self.committed is not None
         if dropped:
-            self._jobs.append(Delete(dropped))
+            self._jobs.append(DeleteObjects(dropped))
         self.uploads.commit(self.committed.number)
         earlier = [] if before is None else before.fragments
         pairs = zip(earlier, self.committed.fragments, strict=False)  # none before it is founded
@@ -422,7 +422,7 @@ class Syncer:
 
     def _look_at_owners(self, state: Decision) -> None:
         """Note which owners have become silent, or are heard again."""
-        away = {one for one in state.owners() if self.presence.silence(one) > SILENT}
+        away = {one for one in state.owners() if self.presence.is_silent(one)}
         for one in sorted(away ^ (self._away & set(state.owners()))):
             kind = EventKind.AWAY if one in away else EventKind.BACK
             state.history.note(self.age(), kind, name_of(one))
@@ -440,7 +440,8 @@ class Syncer:
             weight -= outlier.part.weight
         if parts:
             version = one.shared.version + 1
-            self._jobs.append(Merge(one.fragment, version, tuple(parts), weight))
+            clock = one.shared.clock + sum(merged.part.weight for merged in parts)
+            self._jobs.append(Merge(one.fragment, version, tuple(parts), weight, clock))
 
     def _copy_if_due(self, shared: SharedFragment, number: int) -> None:
         """Write copy and outer state if they are due and the last ones are written."""

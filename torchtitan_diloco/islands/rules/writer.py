@@ -20,7 +20,7 @@ from torchtitan_diloco.islands.rules.names import (
 )
 from torchtitan_diloco.islands.rules.presence import Presence
 
-BEAT = 1.0
+DECISION_SECONDS = 1.0
 """Maximum seconds between two decisions."""
 LARGE, LARGE_SECONDS = 10_000, 0.2
 """Size of decisions above which there are fewer, and the average seconds between them."""
@@ -126,7 +126,7 @@ class Writer:
             state, number=1, age=0.0, written=0.0, seen=[], history=History()
         )
         body = msgspec.json.encode(same)
-        if body == self._body and now - self._written_at < BEAT:
+        if body == self._body and now - self._written_at < DECISION_SECONDS:
             return None
         self._saved -= least
         self._body, self.is_writing, self._written_at = body, True, now
