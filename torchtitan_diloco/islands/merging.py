@@ -6,8 +6,9 @@ Theta - P. Nothing here depends on the number of ranks or islands, and with fp32
 run has the bits of one job.
 """
 
+import math
 from collections.abc import Sequence
-from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,21 +55,48 @@ class Mean:
     def __init__(self, shapes: Shapes, parts: Sequence[tuple[Buffer, int]]) -> None:
         """`parts`: contents and weights."""
         self._readers = [PartReader(content, shapes) for content, _ in parts]
-        weights = [weight for _, weight in parts]
-        totals = accumulate(weights)
-        self._shares = [weight / total for weight, total in zip(weights, totals, strict=True)]
+        self._squares = [0.0 for _ in parts]
+        """Sum of the squares of the values of each part that were read."""
+        self._shares = list[float]()
         """Weight of each part in the mean of those up to it."""
+        total = 0
+        for _, weight in parts:
+            total += weight
+            self._shares.append(weight / total if weight else 0.0)
         self._room = torch.empty(PIECE)
 
+    @property
+    def norms(self) -> list[float]:
+        """Return the norm of each part that was read, NaN or infinite if a value is."""
+        return [math.sqrt(square) for square in self._squares]
+
     def read(self, start: int, out: Tensor) -> None:
-        """Write at most PIECE values of the mean from an index of the whole fragment on."""
-        values = self._room[: out.numel()]
-        for reader, share in zip(self._readers, self._shares, strict=True):
-            if share == 1.0:
-                reader.read(start, out)
-            else:
-                reader.read(start, values)
+        """Write at most PIECE values of the mean from an index of the whole fragment on. Without
+        any weight, nothing is written."""
+        room = self._room[: out.numel()]
+        for number, (reader, share) in enumerate(zip(self._readers, self._shares, strict=True)):
+            values = out if share == 1.0 else room
+            reader.read(start, values)
+            self._squares[number] += _square(values)
+            if 0.0 < share < 1.0:
                 add_to_mean(out, values, share)
+
+
+def _square(values: Tensor) -> float:
+    """Return the sum of the squares of values, NaN or infinite if a value is."""
+    square = float(torch.dot(values, values))
+    if not math.isfinite(square):  # or too large for fp32, in which it is far faster
+        square = float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
+    return square
+
+
+class Merged(NamedTuple):
+    """Result of a merge."""
+
+    norms: list[float]
+    """Norm of each part, NaN or infinite if a value is."""
+    content: memoryview | None
+    """Content of the object of the version, or None if it would not be finite."""
 
 
 @torch.no_grad()
@@ -81,21 +109,19 @@ def merge(
     *,
     weight_of_all: int,
     clock: int,
-) -> memoryview | None:
-    """Write the next version to `after`, and return the content of its object, which may be in its
-    memory.
+) -> Merged:
+    """Write the next version to `after`. The content of its object may be in this memory.
 
     `parts`: contents and weights in the order of slots. `clock`: tokens of the fragment with them.
-    Return None if the version would not be finite; `after` is then undefined.
+    If the version would not be finite, `after` is undefined.
     """
-    counted = [(content, weight) for content, weight in parts if weight]
-    weight = sum(weight for _, weight in counted)
+    weight = sum(weight for _, weight in parts)
     optimizer = outer_optimizer(settings)
     lr = optimizer.lr_after(clock)
     if weight != weight_of_all and weight_of_all:
         lr *= weight / weight_of_all
-    mean = Mean(layout.shapes, counted)
-    steps = before.steps + bool(counted)
+    mean = Mean(layout.shapes, parts)
+    steps = before.steps + bool(weight)
     version = _Version(settings, before.published, after.published)
     squares = list[Tensor]()
     for start in range(0, layout.values, PIECE):
@@ -104,8 +130,8 @@ def merge(
         slots = [slot[start:end] for slot in after.slots]
         for slot, old in zip(slots, before.slots, strict=True):
             slot.copy_(old[start:end])
-        if counted:
-            mean.read(start, theta)  # which the step replaces with the next Theta
+        mean.read(start, theta)
+        if weight:  # the step replaces the mean with the next Theta
             outer_step(optimizer, before.theta[start:end], theta, slots, count=steps, lr=lr)
         else:
             theta.copy_(before.theta[start:end])
@@ -113,9 +139,10 @@ def merge(
         version.publish(theta, start)
     is_finite = bool(torch.stack(squares).isfinite().all())  # far faster than each value
     if not is_finite and not all(bool(one.isfinite().all()) for one in (after.theta, *after.slots)):
-        return None
+        return Merged(mean.norms, None)
     after.complete(steps)
-    return after.copy_content() if version.is_copy else memory_of(version.payload)
+    content = after.copy_content() if version.is_copy else memory_of(version.payload)
+    return Merged(mean.norms, content)
 
 
 class _Version:

@@ -11,7 +11,6 @@ P, Theta and versions are in the flat order of the whole fragment (layout.py). A
 pieces of a fixed number of values, so a range of them can be decoded alone.
 """
 
-import math
 import struct
 import threading
 from bisect import bisect_right
@@ -275,21 +274,13 @@ def _decode_pieces(
         yield start, values
 
 
-def check_part(content: Buffer, part: Part, layout: Layout, block_size: int) -> float:
-    """Return the norm of a part, NaN or infinite if a value is.
+def check_part(content: Buffer, part: Part, layout: Layout, block_size: int) -> None:
+    """Raise a MalformedError if the bytes of a part are not what its note says.
 
-    Raise a MalformedError if the bytes are not what its note says. `layout`: that of its ranks.
+    `layout`: that of its ranks. Its values are looked at when they are merged.
     """
-    header = read_header(content)
-    if header != Header(part.codec, block_size, part.ranks) or len(content) != part.size:
-        raise MalformedError("its bytes differ from its note")
-    pieces = decode(content, layout.sizes(part.ranks))
-    return math.sqrt(sum(_square(piece.values) for piece in pieces))
-
-
-def _square(values: Tensor) -> float:
-    """Return the sum of the squares of values, NaN or infinite if a value is."""
-    square = float(torch.dot(values, values))
-    if not math.isfinite(square):  # or too large for fp32, in which it is far faster
-        square = float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
-    return square
+    if read_header(content) != Header(part.codec, block_size, part.ranks):
+        raise MalformedError("its header differs from its note")
+    if len(content) != part.size:
+        raise MalformedError(f"it has {len(content)} bytes, and its note says {part.size}")
+    _shards_of(content, layout.sizes(part.ranks))

@@ -265,7 +265,7 @@ class FragmentTasks:
         after = scratch.take(fragment)
         with self._lock:
             parts = [(self._parts[one.incarnation, one.part], one.part.weight) for one in job.parts]
-        content = merge(
+        merged = merge(
             before,
             after,
             self.layout(fragment),
@@ -274,7 +274,10 @@ class FragmentTasks:
             weight_of_all=job.weight_of_all,
             clock=job.clock,
         )
-        if content is None:
+        if not self._deliver(lambda machine: machine.on_norms(fragment, merged.norms)):
+            scratch.release(after)  # they are merged again without those that must not count
+            return
+        if merged.content is None:
             scratch.release(after)
             self._deliver(lambda machine: machine.on_merged(fragment, job.version, None))
             return
@@ -284,7 +287,7 @@ class FragmentTasks:
         self._versions[fragment] = job.version
         scratch.hold(after)
         with self._lock:
-            self._contents[VERSION, fragment, job.version] = content, after
+            self._contents[VERSION, fragment, job.version] = merged.content, after
         self._deliver(lambda machine: machine.on_merged(fragment, job.version, checksum))
 
     def _settle(self, job: Settle) -> None:
@@ -343,33 +346,33 @@ class TransferTasks:
         """Fetch a part and judge its bytes."""
         part = job.part
         name = part_name(job.incarnation, part.fragment, part.number)
-        found: float | Fate = Fate.UNREADABLE
+        fate = Fate.UNREADABLE
         try:
             for _ in range(LOOKS):
                 content = patiently(self._run, partial(self._get, name, part), self._sleep)
                 if content is not None:
-                    found = self._judge(job, content)
+                    fate = self._judge(job, content)
                     break
                 self._sleep(LOOK_SECONDS)
         except DamagedObjectError:
             pass
-        self._deliver(lambda machine: machine.on_part(job.incarnation, part, found))
+        self._deliver(lambda machine: machine.on_part(job.incarnation, part, fate))
 
     def _get(self, name: str, part: Part) -> memoryview | None:
         """Return the content of a part. Each attempt has memory of its own, as chunks of one that
         has failed may still be on their way."""
         return self._run.large.get(name, into=self._fragments.memory_for(part))
 
-    def _judge(self, job: Fetch, content: memoryview) -> float | Fate:
+    def _judge(self, job: Fetch, content: memoryview) -> Fate:
         part = job.part
         layout = self._fragments.layout(part.fragment)
         try:
-            norm = check_part(content, part, layout, self._fragments.settings().block_size)
+            check_part(content, part, layout, self._fragments.settings().block_size)
         except MalformedError:
             self._fragments.give_back(content)
             return Fate.MALFORMED
         self._fragments.keep_part(job.incarnation, part, content)
-        return norm
+        return Fate.NONE
 
     def upload(self, job: Upload) -> None:
         stored = job.stored

@@ -89,7 +89,10 @@ class Desk:
         """Whether commits do not end for now."""
         self.merges_last, self.is_finite = False, True
         """Whether merges do not end for now, and whether they are finite."""
-        self.norm: float | Fate = 1.0
+        self.fate = Fate.NONE
+        """Fate of a part that is fetched."""
+        self.norms: dict[str, float] = {}
+        """Norm of the parts of an incarnation, or 1."""
         self.notes: dict[str, bytes] = {}
         """Newest note of each incarnation."""
         self._counters: dict[str, int] = {}
@@ -152,10 +155,11 @@ class Desk:
             case Load():
                 syncer.on_loaded(job.fragment)
             case Fetch():
-                syncer.on_part(job.incarnation, job.part, self.norm)
+                syncer.on_part(job.incarnation, job.part, self.fate)
             case Merge():
                 self.merges.append(job)
-                if not self.merges_last:
+                norms = [self.norms.get(one.incarnation, 1.0) for one in job.parts]
+                if not self.merges_last and syncer.on_norms(job.fragment, norms):
                     known = checksum(job.version) if self.is_finite else None
                     syncer.on_merged(job.fragment, job.version, known)
             case Snapshot():

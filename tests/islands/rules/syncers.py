@@ -285,31 +285,32 @@ class SyncerProcess(Process):
         part = job.part
         yield self.world.plan.upload
         name = part_name(job.incarnation, part.fragment, part.number)
-        found: float | Fate = Fate.UNREADABLE
+        fate = Fate.UNREADABLE
         for _ in range(10):
             payload = yield from self.patient(Get(name))
             if payload is not None:
-                found = payload.norm
+                fate = Fate.NONE
                 self.fetched[job.incarnation, part] = payload
                 break
             yield 0.3  # not visible yet
         assert self.machine is not None
-        self.machine.on_part(job.incarnation, part, found)
+        self.machine.on_part(job.incarnation, part, fate)
 
     def merge(self, job: Merge) -> Thread:
         yield self.world.random.uniform(0, 0.05)
-        deltas = list[Vector]()
-        for one in job.parts:
-            part = one.part
-            deltas.append(self.fetched.pop((one.incarnation, part)).delta)
         assert self.machine is not None
+        payloads = [self.fetched[one.incarnation, one.part] for one in job.parts]
+        if not self.machine.on_norms(job.fragment, [one.norm for one in payloads]):
+            return
+        for one in job.parts:
+            del self.fetched[one.incarnation, one.part]
         if any(self.simulation.overflows(one.part) for one in job.parts):
             self.machine.on_merged(job.fragment, job.version, None)
             return
         weights = [one.part.weight for one in job.parts]
         before = self.outers[job.fragment]
         assert before.version == job.version - 1
-        stepped = before.step(deltas, weights, job.weight_of_all)
+        stepped = before.step([one.delta for one in payloads], weights, job.weight_of_all)
         outer, update = stepped.publish(self.world.plan.is_rough)
         assert job.fragment not in self.merged, "two versions beside the one that counts"
         self.merged[job.fragment] = outer

@@ -1,5 +1,6 @@
 """What the syncer decides, case by case. Each was a hole in the first rules."""
 
+import math
 import random
 from typing import Any
 
@@ -301,9 +302,9 @@ def test_outliers_are_lost_and_rounds_do_not_wait_for_a_sick_island() -> None:
     desk = Desk(founded((A, B, C), norm_limit=20.0, total_tokens=10**6))
 
     def rounds(first: int, last: int, norm: float) -> None:
+        desk.norms[C] = norm
         for number in range(first, last):
             for slot, one in enumerate((A, B, C)):
-                desk.norm = norm if one == C else 1.0
                 desk.note(one, desk.part(slot), step=10 * (number + 1))
                 desk.pass_time(0.1)
             desk.pass_time(1.5)
@@ -320,6 +321,18 @@ def test_outliers_are_lost_and_rounds_do_not_wait_for_a_sick_island() -> None:
     assert desk.ledger(2).fate is Fate.MERGED
     assert desk.state.told == {}
     assert desk.state.ready == [A, B, C]
+
+
+def test_a_part_that_is_not_finite_is_lost_and_the_others_are_merged_without_it() -> None:
+    desk = Desk(founded((A, B)))
+    desk.norms[A] = math.inf
+    for slot, one in enumerate((A, B)):
+        desk.note(one, desk.part(slot, 10 + slot), step=10)
+    desk.pass_time(1.5)
+    assert [desk.ledger(slot).fate for slot in (0, 1)] == [Fate.NOT_FINITE, Fate.MERGED]
+    assert [(len(job.parts), job.version) for job in desk.merges] == [(2, 1), (1, 1)]
+    assert [job.weight_of_all for job in desk.merges] == [21, 11], "B makes a whole step"
+    assert desk.state.fragments[0].version == 1
 
 
 def has_ended(desk: Desk) -> bool:

@@ -50,7 +50,8 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Merge:
-    """Average parts in this order, step the outer optimizer, encode the update: `on_merged`.
+    """Average parts in this order, step the outer optimizer, encode the update: `on_norms`, and
+    `on_merged` if the result counts.
 
     The learning rate is that at `clock`, the tokens of the fragment with these parts, scaled by the
     weight of the parts over `weight_of_all`. The new state

@@ -1,5 +1,6 @@
 """When the round of a fragment opens and closes, and which parts it merges."""
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -64,8 +65,10 @@ class WaitingPart:
     incarnation: str
     slot: int
     part: Part
-    norm: float | None = None
-    """Norm of its values, once its bytes are fetched and checked."""
+    is_fetched: bool = False
+    """Whether its bytes are fetched and checked."""
+    norm: float = 0.0
+    """Norm of its values, known once they are merged."""
 
 
 def find_outliers(
@@ -99,9 +102,11 @@ class Round:
     presence: Presence
     fragment: int
     waiting: dict[int, WaitingPart] = field(default_factory=dict)
-    """Waiting parts by slot."""
+    """WaitingPart parts by slot."""
     merging: list[WaitingPart] = field(default_factory=list)
-    """Parts of the version that is being computed."""
+    """Parts of the version that is being computed, in the order of slots."""
+    weight_of_all: int = 0
+    """Weight of these parts, and usual weight of the ready islands without one."""
     opened_at: float = 0.0
     steps: dict[str, int] = field(default_factory=dict)
     """Steps of each island at the last opening."""
@@ -209,8 +214,8 @@ class Round:
                 refused.append((one, fate))
         return refused
 
-    def close_if_due(self, now: float) -> tuple[list[WaitingPart], int] | None:
-        """Return the parts of the next version in the order of slots, and the weight of all.
+    def close_if_due(self, now: float) -> bool:
+        """Close the round if it is due, and return whether there are parts to merge.
 
         A round closes when all ready islands have sent a part, or when its grace period is over and
         one has. It also takes late parts of earlier rounds. The outer learning rate is scaled by
@@ -218,29 +223,47 @@ class Round:
         islands without a part. Otherwise, two halves of a round would move the copy twice as far.
         """
         if not self.shared.is_open:
-            return None
+            return False
         if not self.waiting:
             self.shared.is_open = False
-            return None
-        parts = [one for _, one in sorted(self.waiting.items()) if one.norm is not None]
+            return False
+        parts = [one for _, one in sorted(self.waiting.items()) if one.is_fetched]
         missing = self.ready().keys() - {one.slot for one in parts}
         is_fetching = len(parts) < len(self.waiting)
         is_over = now >= self.opened_at + self.grace
         if not parts or ((missing or is_fetching) and not is_over):
-            return None
+            return False
         self.shared.is_open, self.merging = False, parts
         for one in parts:
             del self.waiting[one.slot]
         total = sum(one.part.weight for one in parts)
         usual = [self._usual_weight(slot, total // len(parts)) for slot in missing]
-        return parts, total + sum(usual)
+        self.weight_of_all = total + sum(usual)
+        return True
 
     def _usual_weight(self, slot: int, default: int) -> int:
         owner = self.decision.slots[slot].owner or ""
         known = self.weights.get(owner)
         return statistics.median_low(known) if known else default
 
-    def outliers(self, parts: list[WaitingPart]) -> set[int]:
+    def judge_norms(self, norms: Sequence[float]) -> list[tuple[WaitingPart, Fate]]:
+        """Process the norms of the parts that were merged, and drop those that must not count. The
+        others have to be merged again then, which is rare: so no part is decoded twice."""
+        for one, norm in zip(self.merging, norms, strict=True):
+            one.norm = norm
+        refused = [(one, Fate.NOT_FINITE) for one in self.merging if not math.isfinite(one.norm)]
+        self._leave_out(refused)
+        outliers = self._find_outliers()
+        lost = [(one, Fate.OUTLIER) for one in self.merging if one.slot in outliers]
+        self._leave_out(lost)
+        return refused + lost
+
+    def _leave_out(self, refused: Sequence[tuple[WaitingPart, Fate]]) -> None:
+        for one, _ in refused:
+            self.merging.remove(one)
+            self.weight_of_all -= one.part.weight
+
+    def _find_outliers(self) -> set[int]:
         """Return the slots whose parts are outliers.
 
         A part after an outage contains the work of many cycles, so its norm counts in units of the
@@ -249,13 +272,12 @@ class Round:
         limit = self.decision.settings.norm_limit
         if not limit:
             return set()
-        norms = {one.slot: self._usual_norm(one) for one in parts}
+        norms = {one.slot: self._usual_norm(one) for one in self.merging}
         known = self.shared.norm if self.shared.version >= FIRST_JUDGED else 0.0
         alone = self.ready().keys() <= norms.keys() and len(norms) == 1
         return find_outliers(norms, known, limit, alone=alone)
 
     def _usual_norm(self, one: WaitingPart) -> float:
-        assert one.norm is not None
         usual = self._usual_weight(one.slot, one.part.weight)
         return one.norm / max(1.0, one.part.weight / max(1, usual))
 

@@ -8,8 +8,7 @@ the jobs do. A new syncer starts from the newest decision alone. A superseded on
 What cannot be undone, such as a deletion, follows from `committed` alone.
 """
 
-import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from torchtitan_diloco.islands.rules.changes import Changes, describe
 from torchtitan_diloco.islands.rules.decision import (
@@ -201,17 +200,15 @@ class Syncer:
                     self.age(), EventKind.WRONG, name_of(incarnation), fate.words
                 )
 
-    def on_part(self, incarnation: str, part: Part, found: float | Fate) -> None:
-        """Process the norm of a fetched part, or why it is unusable."""
+    def on_part(self, incarnation: str, part: Part, fate: Fate) -> None:
+        """Process that a part is fetched, or why it is unusable."""
         one = self._waiting(incarnation, part)
         if one is None:
             return
-        if isinstance(found, Fate):
-            self._refuse(incarnation, one.slot, part, found)
-        elif not math.isfinite(found):
-            self._refuse(incarnation, one.slot, part, Fate.NOT_FINITE)
+        if fate is Fate.NONE:
+            one.is_fetched = True
         else:
-            one.norm = found
+            self._refuse(incarnation, one.slot, part, fate)
 
     def _waiting(self, incarnation: str, part: Part) -> WaitingPart | None:
         waiting = self.rounds[part.fragment].waiting.values()
@@ -291,6 +288,16 @@ class Syncer:
 
     def on_loaded(self, fragment: int) -> None:
         self._loaded.add(fragment)
+
+    def on_norms(self, fragment: int, norms: Sequence[float]) -> bool:
+        """Process the norms of merged parts. Return whether the result counts: otherwise, a part is
+        left out, and the others are merged again."""
+        refused = self.rounds[fragment].judge_norms(norms)
+        for one, fate in refused:
+            self._refuse(one.incarnation, one.slot, one.part, fate)
+        if refused:
+            self._merge(self.rounds[fragment])
+        return not refused
 
     def on_merged(self, fragment: int, version: int, checksum: str | None) -> None:
         """Process the checksum of a new version, or None if it would not be finite."""
@@ -395,8 +402,8 @@ class Syncer:
                 self._refuse(waiting.incarnation, waiting.slot, waiting.part, fate)
             if state.begun and not self.is_stopping:
                 one.open_if_due(self._now)
-                if one.fragment in self._loaded and self._is_settled(one):
-                    self._close(one)
+                if self._is_settled(one) and one.close_if_due(self._now):
+                    self._merge(one)
             self._copy_if_due(one.shared, one.fragment)
         self._is_asked = False
         ready = {owner for one in self.rounds for owner in one.ready().values()}
@@ -406,10 +413,11 @@ class Syncer:
         state.history.close_if_due(self.age())
 
     def _is_settled(self, one: Round) -> bool:
-        """Return whether the newest version counts, so that at most one state of a fragment stands
-        beside it."""
+        """Return whether the newest version is loaded and counts, so that at most one state of a
+        fragment stands beside it."""
         assert self.committed is not None
-        return self.committed.fragments[one.fragment].version == one.shared.version
+        committed = self.committed.fragments[one.fragment]
+        return one.fragment in self._loaded and committed.version == one.shared.version
 
     def _note_handover(self, state: Decision, handover: Handover) -> None:
         before, after = handover.before, handover.after
@@ -428,20 +436,12 @@ class Syncer:
             state.history.note(self.age(), kind, name_of(one))
         self._away = away
 
-    def _close(self, one: Round) -> None:
-        closed = one.close_if_due(self._now)
-        if closed is None:
-            return
-        parts, weight = closed
-        for slot in one.outliers(parts):
-            outlier = next(part for part in parts if part.slot == slot)
-            self._refuse(outlier.incarnation, slot, outlier.part, Fate.OUTLIER)
-            parts.remove(outlier)
-            weight -= outlier.part.weight
-        if parts:
-            version = one.shared.version + 1
+    def _merge(self, one: Round) -> None:
+        """Merge the parts of a closed round, if there are any."""
+        if one.merging:
+            version, parts = one.shared.version + 1, tuple(one.merging)
             clock = one.shared.clock + sum(merged.part.weight for merged in parts)
-            self._jobs.append(Merge(one.fragment, version, tuple(parts), weight, clock))
+            self._jobs.append(Merge(one.fragment, version, parts, one.weight_of_all, clock))
 
     def _copy_if_due(self, shared: SharedFragment, number: int) -> None:
         """Write copy and outer state if they are due and the last ones are written."""
