@@ -105,6 +105,11 @@ class Quantization(Section):
     top_values: Positive = 16
     """How many of every 1,024 values `topk` sends, an even number up to 256."""
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the codec sends only a part of a delta, as its `Codec.is_sparse` says."""
+        return self.codec == "topk"
+
 
 @dataclass(frozen=True)
 class Link(Section):

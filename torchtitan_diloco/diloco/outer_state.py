@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from torchtitan_diloco.diloco.arithmetic import AVERAGE, BLOCK, outer_step, slot_count
-from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 from torchtitan_diloco.diloco.delta_norms import DeltaNorms
 from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
@@ -25,7 +24,7 @@ def state_bytes(config: DiLoCoConfig, *, has_optimizer: bool = True) -> int:
 
     `has_optimizer`: whether outer steps are made there.
     """
-    is_sparse = build_codec(config.quantization).is_sparse
+    is_sparse = config.quantization.is_sparse
     return 4 * (2 + slot_count(config.outer_optimizer) * has_optimizer + is_sparse)
 
 
@@ -37,7 +36,7 @@ def build_states(
     `has_optimizer`: whether outer steps are made there.
     """
     device = pick_state_device(fragments, config, has_optimizer=has_optimizer)
-    is_sparse = build_codec(config.quantization).is_sparse
+    is_sparse = config.quantization.is_sparse
     optimizer = config.outer_optimizer
     return [
         OuterState(fragment, optimizer, device, is_sparse=is_sparse, has_optimizer=has_optimizer)

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torchtitan_diloco.base.tensors import copy_to_host, local_of
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.arithmetic import slot_count
-from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import local_rows
 from torchtitan_diloco.diloco.modes import Mode
@@ -50,7 +49,7 @@ def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
         "diloco.overlap.delay": config.overlap.delay,
         "diloco.beginning": [first.length, first.sync_every] if first.length else None,
         OPTIMIZER: config.outer_optimizer.name,
-        SPARSE: build_codec(config.quantization).is_sparse,  # how a copy is applied
+        SPARSE: config.quantization.is_sparse,  # how a copy is applied
     }
 
 
@@ -114,6 +113,11 @@ class SavedState:
     def to_dict(self) -> dict[str, Any]:
         """Return a dictionary of tensors and JSON values, which any checkpoint can contain."""
         return {"facts": asdict(self.facts), "tensors": self.tensors}
+
+    def drop_unsent(self, fragments: Iterable[int]) -> None:
+        """Leave nothing to send of fragments, such as those that were reset."""
+        for index in fragments:
+            self.facts.fragments[index].weight = 0.0
 
     @staticmethod
     def of_model(states: Sequence[OuterState], config: DiLoCoConfig, step: int) -> "SavedState":
