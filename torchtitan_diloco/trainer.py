@@ -310,6 +310,7 @@ class Trainer:
             self.outer,
             parts=[
                 RunPart("mixture", self.data, SavedMixture, Loads.WITH_RUN),
+                # A new run has not validated what it starts from.
                 RunPart("validator", self.validator, SavedValidation, Loads.WITH_RUN),
                 RunPart("telemetry", self.telemetry, SavedTelemetry, Loads.WITH_WORKER),
             ],

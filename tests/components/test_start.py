@@ -150,6 +150,14 @@ def test_a_run_without_a_checkpoint_that_it_can_read_is_not_started_over(tmp_pat
     assert complete_checkpoints(own) == paths
 
 
+def test_a_step_of_the_run_itself_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    path = write_checkpoint(folder_of_worker(tmp_path, 0), 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume, "read_manifest", Mock(side_effect=AssertionError))
+        with pytest.raises(UserError, match=r"is of the run in run\.folder, which goes on"):
+            find(tmp_path, path)
+
+
 # --- load -----------------------------------------------------------------------------------------
 
 

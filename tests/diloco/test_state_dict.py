@@ -22,6 +22,7 @@ from torchtitan_diloco.diloco import (
     Quantization,
     StreamingDiLoCo,
 )
+from torchtitan_diloco.diloco.codecs import CODECS, build_codec
 from torchtitan_diloco.diloco.config import CodecName
 from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.diloco.state_dict import (
@@ -222,6 +223,12 @@ def test_a_saved_state_is_in_host_memory_whatever_the_model_is_sharded_over(
     """With two ranks a worker, one has no row of the gain."""
     found = processes.run(_sharded_over_devices_without_memory, 2)
     assert found == [{("meta", "cpu")}] * 2
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_settings_know_whether_their_codec_is_sparse(codec: CodecName) -> None:
+    wire = Quantization(codec)
+    assert wire.is_sparse == build_codec(wire).is_sparse
 
 
 @pytest.mark.parametrize("delay", [0, 7])
