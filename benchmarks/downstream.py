@@ -121,7 +121,8 @@ def find_sources(folders: Sequence[Path]) -> list[Source]:
 def common_facts(saved: SavedModel) -> dict[str, object]:
     """Return what all runs that are compared have in common, by what it is called."""
     config, manifest = saved.config, read_manifest(saved.path)
-    fingerprints: Mapping[str, str] = manifest.parts["data"]["identity"]["corpora"]
+    assert manifest.position is not None, "a checkpoint of a run"
+    fingerprints = manifest.position.corpora
 
     def mixed(weights: Weights) -> dict[str, int]:
         turns = turns_of(weights).items()  # of the tokens, as folders may have other names

@@ -75,6 +75,7 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
     flops = flops_per_token(trainer.model, config.training.sequence_length)
     parts = world, None, trainer.plan, trainer.outer
     telemetry = Telemetry(config.metrics, *parts, step=0, flops_per_token=flops)
+    telemetry.__enter__()  # it writes no files that have to be closed
     trainer.begin()
     batches = telemetry.timed(trainer.data.loader)
 

@@ -177,9 +177,9 @@ class Worker(Trainer):
         if "save" in fault:
             save, seconds = Checkpointer.save, self.job.sleep * fault["save"]
 
-            def slow_save(checkpointer: Checkpointer, step: int, tokens: int) -> float:
+            def slow_save(checkpointer: Checkpointer, *progress: Any) -> float:
                 time.sleep(seconds)
-                return seconds + save(checkpointer, step, tokens)
+                return seconds + save(checkpointer, *progress)
 
             setattr(Checkpointer, "save", slow_save)  # noqa: B010
 

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.tensors import local_of
-from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.checkpoint import Checkpointer, RunState
 from torchtitan_diloco.components.checkpoint_folder import Manifest
 from torchtitan_diloco.components.optimizer import gradient_norm
 from torchtitan_diloco.components.records import read_records
@@ -228,7 +228,8 @@ def test_each_part_knows_whether_it_is_due(tmp_path: Path, after: AfterStep, exp
         settings = Checkpoint(every=every, at_end=at_end)
         optimizer = torch.optim.SGD(model.parameters())
         about = Manifest(step=0, tokens=0, workers=1, config="")
-        saver = Checkpointer(settings, tmp_path, world, model, optimizer, outer, about=about)
+        state = RunState(model, optimizer, outer)
+        saver = Checkpointer(settings, tmp_path, world, state, about=about)
         saver.close()
         return saver.is_due(after)
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from tests.conftest import REPOSITORY, write_text
 from tests.processes import ProcessPool
-from torchtitan_diloco.components import resume
 from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.resume import Start, find_start
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config import load_config
@@ -77,7 +77,7 @@ def trips() -> dict[str, Trip]:
         ),
         "A delta": Trip((StreamingDiLoCo.step, GlooPeers._exchange)),
         "A checkpoint": Trip((Checkpointer.save, Checkpointer._write)),
-        "A checkpoint that is loaded": Trip((resume.find_start, resume.restore)),
+        "A checkpoint that is loaded": Trip((find_start, Start.load)),
         "A setting": Trip((load_config,)),
         "A metric": Trip(
             (Telemetry.measure, Telemetry.open_record, Telemetry.publish, log_summary),

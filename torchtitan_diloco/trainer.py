@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,11 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.checkpoint import Checkpointer, Loads, RunPart, RunState
 from torchtitan_diloco.components.checkpoint_folder import Manifest, folder_of_worker
 from torchtitan_diloco.components.garbage import GarbageCollection
 from torchtitan_diloco.components.loss import loss_head
-from torchtitan_diloco.components.mirror import build_mirror, new_identity
+from torchtitan_diloco.components.mirror import build_mirror
 from torchtitan_diloco.components.optimizer import (
     build_optimizer,
     clipped_step,
@@ -28,12 +27,13 @@ from torchtitan_diloco.components.optimizer import (
 )
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.resume import (
+    OtherRun,
+    ThisRun,
     changed_settings,
     check_tokenizer,
     find_start,
-    restore,
 )
-from torchtitan_diloco.components.run_data import RunData
+from torchtitan_diloco.components.run_data import RunData, SavedMixture
 from torchtitan_diloco.components.run_folder import FolderLock, claim_run_folder
 from torchtitan_diloco.components.run_plan import (
     AfterStep,
@@ -44,8 +44,8 @@ from torchtitan_diloco.components.run_plan import (
 )
 from torchtitan_diloco.components.skipped_steps import SkippedSteps
 from torchtitan_diloco.components.summary import log_summary
-from torchtitan_diloco.components.telemetry import StepResult, Telemetry
-from torchtitan_diloco.components.validation import Validator, open_held_out
+from torchtitan_diloco.components.telemetry import SavedTelemetry, StepResult, Telemetry
+from torchtitan_diloco.components.validation import SavedValidation, Validator, open_held_out
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.loader import SECRETS
 from torchtitan_diloco.config.schema import flat_settings, portable
@@ -119,44 +119,30 @@ class Trainer:
         end = tokenizer.end_of_document
         self.model = build_model(config.model, self.vocab_size, length, end_of_document=end)
         self.flops_per_token = flops_per_token(self.model, length)
-        self.data = RunData(config, tokenizer, world)
+        self.data = RunData(config, tokenizer, world, saved=self.start.position)
         self._agree()
 
-        self.start.load("data", self.data)
-        if self.start.goes_on:
-            self.data.recorded = self.data.position.segment
         self.skips = SkippedSteps(config.training.max_skipped_steps)
         self._build_model()
         self.course = self._build_course()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
         self.validator = self._build_validator()
-        if self.start.goes_on:  # a new run has not validated what it starts from
-            self.start.load("validator", self.validator)
+        self.telemetry = self._build_telemetry()
+        self.state = self._list_state()
 
     def _find_start(self) -> None:
-        """Find what the run starts from, here or in its mirror."""
+        """Find what the run starts from."""
         config = self.config
         world = self.world
-        resume = config.checkpoint.resume
-        verified = set[Path]()
-        find = partial(find_start, world, run_folder=config.run.folder, verified=verified)
         tokenizer = self.tokenizer
         check = partial(check_tokenizer, name=tokenizer.name, fingerprint=tokenizer.fingerprint)
-        self.mirror = build_mirror(config, world, self.toml, check=check)
+        other_run = OtherRun(world, config.checkpoint.resume, run_folder=config.run.folder)
+        this_run = ThisRun(world, config.run.folder)
+        self.mirror = build_mirror(config, world, this_run, self.toml, check=check)
         # A run that has lost its folder may also have lost what it started from, so that its mirror
         # comes before `checkpoint.resume`.
-        self.start = find(resume="auto" if self.mirror else resume)
-        manifest = self.start.manifest
-        goes_on = self.start.goes_on
-        self.run_identity = manifest.run if goes_on and manifest else new_identity(world)
-        if self.mirror is not None:
-            find_here = partial(find, resume="auto")
-            start = self.mirror.join(self.start, self.run_identity, find_here, verified)
-            if resume != "auto":
-                start = replace(find(resume=resume), adopted_from=start.adopted_from)
-            self.start = start
-            self.run_identity = self.mirror.run
+        self.start = find_start(filter(None, (this_run, self.mirror, other_run)))
 
     @property
     def step(self) -> int:
@@ -173,19 +159,20 @@ class Trainer:
         lock = claim_run_folder(self.world, folder, start=self.start, toml=self.toml)
         for line in (f"{'folder':<10} {folder}", *self.outer.describe()):
             logger.info(line)
-        self._resume()
+        self._load()
         self.begin()
         with (
             GarbageCollection() as garbage,
             lock or nullcontext(),
             StopRequest(self.world, longest_lag(self.world, config.diloco)) as stop,
             watch_notices(config.run, stop) as notices,
-            self._open_telemetry(folder) as telemetry,
+            self.telemetry as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
-            closing(self._build_checkpointer(own_folder, telemetry, lock)) as checkpointer,
+            closing(self._build_checkpointer(own_folder, lock)) as checkpointer,
             Stacks(own_folder, self.world.rank_in_worker) as stacks,
             Diagnosis(self.outer, self.world, telemetry=telemetry, folder=folder) as diagnosis,
         ):
+            telemetry.begin_phase(self.data.new_phase(self.step, self.course.share))
             batches = telemetry.timed(self.data.loader)
             while not (self.course.finished or self._is_paused):
                 stacks.expect_step(telemetry.vitals().step)
@@ -216,7 +203,8 @@ class Trainer:
                     telemetry.exclude_pause(self.validator.validate(self.step, telemetry))
                 self.course.note(telemetry.loss, self.validator.validated)
                 if saves:
-                    paused = checkpointer.save(self.step, self.course.tokens)
+                    position = self.data.saved_position()
+                    paused = checkpointer.save(self.step, self.course.tokens, position)
                     telemetry.note_save(self.step, paused)
                 if after.stops:
                     break
@@ -312,29 +300,23 @@ class Trainer:
             entered=place.entered,
         )
 
-    def _open_telemetry(self, folder: Path) -> Telemetry:
-        """Open the telemetry, and restore its totals if this worker goes on."""
-        telemetry = Telemetry(
-            config=self.config.metrics,
-            world=self.world,
-            folder=folder,
-            plan=self.plan,
-            outer=self.outer,
-            step=self.start.step,
-            flops_per_token=self.flops_per_token,
-            settings=flat_settings(portable(self.config)),
-            run=self.course.run,
-        )
-        if self.start.goes_on and self.start.checkpoint is not None:
-            self.start.load("telemetry", telemetry)
-        telemetry.begin_phase(self.data.new_phase(self.step, self.course.share))
-        return telemetry
-
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def _build_checkpointer(
-        self, folder: Path, telemetry: Telemetry, lock: FolderLock | None
-    ) -> Checkpointer:
+    def _list_state(self) -> RunState:
+        """List all that is saved of this worker, and when it is loaded."""
+        return RunState(
+            self.model,
+            self.optimizer,
+            self.outer,
+            parts=[
+                RunPart("mixture", self.data, SavedMixture, Loads.WITH_RUN),
+                # A new run has not validated what it starts from.
+                RunPart("validator", self.validator, SavedValidation, Loads.WITH_RUN),
+                RunPart("telemetry", self.telemetry, SavedTelemetry, Loads.WITH_WORKER),
+            ],
+        )
+
+    def _build_checkpointer(self, folder: Path, lock: FolderLock | None) -> Checkpointer:
         """`folder`: that of this worker. `lock`: its lock, on the first rank."""
         about = Manifest(
             step=0,
@@ -342,34 +324,24 @@ class Trainer:
             workers=1 if self.config.diloco.method == "none" else self.world.workers,
             config=self.toml,
             tokenizer=self.tokenizer.fingerprint,
-            run=self.run_identity,
+            run=self.start.run,
         )
         return Checkpointer(
             config=self.config.checkpoint,
             folder=folder,
             world=self.world,
-            model=self.model,
-            optimizer=self.optimizer,
-            outer=self.outer,
+            state=self.state,
             about=about,
-            parts={"data": self.data, "validator": self.validator, "telemetry": telemetry},
             mirror=self.mirror,
             is_locked=lock is None or not lock.problem,
         )
 
-    def _resume(self) -> None:
+    def _load(self) -> None:
         """Load the checkpoint, and log what has changed since the save."""
         manifest = self.start.manifest
         if manifest is None:
             return
-        notes = restore(
-            self.start,
-            world=self.world,
-            model=self.model,
-            optimizer=self.optimizer,
-            outer=self.outer,
-            is_island=bool(self.course.run),
-        )
+        notes = self.start.load(self.state, self.world, is_island=bool(self.course.run))
         if self.config.model.weights:
             notes.append("model.weights is for new runs: the checkpoint's weights are used")
         if self.start.goes_on and self.config.checkpoint.resume != "auto":
@@ -471,6 +443,19 @@ class Trainer:
             held_out=held_out,
             world=self.world,
             outer=self.outer,
+        )
+
+    def _build_telemetry(self) -> Telemetry:
+        return Telemetry(
+            config=self.config.metrics,
+            world=self.world,
+            folder=Path(self.config.run.folder).expanduser(),
+            plan=self.plan,
+            outer=self.outer,
+            step=self.start.step,
+            flops_per_token=self.flops_per_token,
+            settings=flat_settings(portable(self.config)),
+            run=self.course.run,
         )
 
     def _agree(self) -> None:

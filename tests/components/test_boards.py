@@ -128,8 +128,8 @@ def test_a_resumed_run_goes_on_without_a_board_that_does_not_open(
         raise UserError("nobody answers")
 
     monkeypatch.setattr(tensorboard, "TensorBoard", refuse)
-    with pytest.raises(UserError, match="nobody answers"):
-        telemetry(tmp_path, tensorboard=True)
+    with pytest.raises(UserError, match="nobody answers"), telemetry(tmp_path, tensorboard=True):
+        pass
     with telemetry(tmp_path, tensorboard=True, step=2) as own:
         train(own, range(3, 5))
     assert "TensorBoard: nobody answers; its curves have gaps" in caplog.text
@@ -280,8 +280,8 @@ def test_a_server_that_is_not_there_is_an_error_at_the_start(
     tmp_path: Path, tracking: Tracking
 ) -> None:
     tracking.fails = True
-    with pytest.raises(UserError) as caught:
-        telemetry(tmp_path, mlflow="slow links")
+    with pytest.raises(UserError) as caught, telemetry(tmp_path, mlflow="slow links"):
+        pass
     assert str(caught.value) == (
         'metrics.mlflow = "slow links": API request failed (MLFLOW_TRACKING_URI is the address of '
         "the server, MLFLOW_TRACKING_TOKEN or MLFLOW_TRACKING_USERNAME logs in)"

@@ -99,8 +99,8 @@ def checkpoint(folder: Path, step: int, worker: int = 0) -> Path:
 
 def position(manifest: Manifest) -> int:
     """Return the sample at which a checkpoint goes on."""
-    samples: int = manifest.parts["data"]["samples"]
-    return samples
+    assert manifest.position is not None
+    return manifest.position.samples
 
 
 def last(folder: Path, worker: int = 0) -> Path:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
@@ -21,7 +20,7 @@ from torchtitan_diloco.components.metrics import (
     kept_time,
 )
 from torchtitan_diloco.components.summary import log_summary
-from torchtitan_diloco.components.telemetry import StepResult
+from torchtitan_diloco.components.telemetry import SavedTelemetry, StepResult
 from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.report.page import facts_table
@@ -55,8 +54,8 @@ class Uneven(Outer):
 
 
 def train_workers(
-    folder: Path, steps: range, states: Sequence[dict[str, Any]] = ()
-) -> list[dict[str, Any]]:
+    folder: Path, steps: range, states: Sequence[SavedTelemetry] = ()
+) -> list[SavedTelemetry]:
     """Train two workers of which only the second waits, and log every other step.
 
     Go on from the states that were saved, and return those after the last step.
@@ -71,7 +70,7 @@ def train_workers(
             for rank, outer in enumerate(outers)
         ]
         for worker, state in zip(workers, states, strict=False):
-            worker.load_state_dict(state)
+            worker.load_state(state)
         for step in steps:
             each = []
             for own, outer in zip(workers, outers, strict=True):
@@ -86,7 +85,7 @@ def train_workers(
         Clock.now += 3.0  # of the validation
         workers[0].write(steps[-1], {"loss/val": 1.5})
         log_summary(workers[0], folder, steps[-1], (steps[-1], 1.5, 2.0), has_control=True)
-        return [worker.state_dict() for worker in workers]
+        return [worker.saved_state() for worker in workers]
 
 
 def logged(messages: Sequence[str]) -> dict[str, str]:
@@ -140,8 +139,8 @@ def test_a_wait_is_at_most_as_long_as_the_exchanges() -> None:
 def test_the_summary_counts_islands_that_came_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own = telemetry(None)
-    train(own, range(1, 9))
+    with telemetry(None) as own:
+        train(own, range(1, 9))
     caplog.set_level("INFO", "torchtitan_diloco")
     log_summary(own, tmp_path, 10, None, has_control=False)
     expected = 8 * baseline_bytes(PLAN.parameters, 2) / 1e6
@@ -161,11 +160,11 @@ def test_the_control_has_sent_what_it_averages_and_ratios_are_against_bf16(
 ) -> None:
     model = nn.Linear(3, 3)
     plan = replace(OF_TWO, reduce_dtype=reduce_dtype)
-    own = telemetry(None, DataParallel(model, 2), workers=2, plan=plan)
-    for step in range(1, 9):
-        own.measure(lambda: StepResult(64.0, 1.0, skipped=False))
-        log(own, step)
-    own.publish(all=True)
+    with telemetry(None, DataParallel(model, 2), workers=2, plan=plan) as own:
+        for step in range(1, 9):
+            own.measure(lambda: StepResult(64.0, 1.0, skipped=False))
+            log(own, step)
+        own.publish(all=True)
     caplog.set_level("INFO", "torchtitan_diloco")
     log_summary(own, tmp_path, 8, None, has_control=False)
     table = logged(caplog.messages)

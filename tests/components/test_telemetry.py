@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from tests.waiting import wait_until
 from torchtitan_diloco.base.hardware import queued_seconds
 from torchtitan_diloco.components import records as records_module
 from torchtitan_diloco.components import telemetry as module
+from torchtitan_diloco.components.checkpoint import Loads, RunPart
 from torchtitan_diloco.components.metrics import GAUGES, METRICS, baseline_bytes, time_shares
 from torchtitan_diloco.components.records import (
     RecordFiles,
@@ -37,7 +39,12 @@ from torchtitan_diloco.components.records import (
     to_line,
 )
 from torchtitan_diloco.components.run_plan import RunPlan
-from torchtitan_diloco.components.telemetry import RunProgress, StepResult, Telemetry
+from torchtitan_diloco.components.telemetry import (
+    RunProgress,
+    SavedTelemetry,
+    StepResult,
+    Telemetry,
+)
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.data_parallel import DataParallel, OuterLoop
 from torchtitan_diloco.diloco.flags import OUTLIER
@@ -204,9 +211,10 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     earlier = telemetry(None)
     Clock.now += 1000
     earlier.totals = {SENT: 5.0, "worker/steps": 1.0}
-    state = json.loads(json.dumps(earlier.state_dict()))
+    part = RunPart("telemetry", earlier, SavedTelemetry, Loads.WITH_WORKER)
+    state = json.loads(json.dumps(part.saved()))
     with telemetry(tmp_path, step=10) as own:
-        own.load_state_dict(state)
+        replace(part, owner=own).load(state)
         Clock.now += 7
         own.exclude_pause(7)
         train(own, [11])
@@ -223,7 +231,7 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     assert not own.totals.keys() & {*GAUGES}, "the sum of clocks, spreads or levels is nothing"
     assert {*GAUGES} - {"worker/fragments_in_flight"} <= record.keys()
     without_outer_loop = telemetry(None, DataParallel(nn.Linear(1, 1)))
-    without_outer_loop.load_state_dict(state)
+    replace(part, owner=without_outer_loop).load(state)
     assert without_outer_loop.totals == {}, "others cannot be compared"
     assert without_outer_loop.elapsed_seconds >= 1000
     starts = [found["at_seconds"]["due"] for found in records(tmp_path, "round")]

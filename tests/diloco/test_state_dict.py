@@ -141,17 +141,17 @@ def test_a_restart_takes_over_what_it_can(
 def test_a_saved_state_starts_other_loops_and_not_other_models() -> None:
     outer, _, _ = alone(config(2))
     outer.step(weight=3.0)
-    saved = SavedState.from_dict(outer.state_dict())
+    saved = outer.saved_state()
     fragments = saved.facts.for_new_worker().fragments
     assert [fragment.weight for fragment in fragments] == [0.0] * 5, "nothing to send"
     assert saved.facts.fragments[0].weight == 3.0
     saved.tensors[shared_parameter_name("gain")].fill_(7.0)
     model = Net()
-    assert "no longer has an outer loop" in DataParallel(model).load_state_dict(saved)[0]
+    assert "no longer has an outer loop" in DataParallel(model).load_state(saved)[0]
     assert model.gain.item() == 7.0
     model.gain = nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match=r"gain is \(2,\) here and \(1,\) there"):
-        StreamingDiLoCo(model, None, config(2)).load_state_dict(saved)
+        StreamingDiLoCo(model, None, config(2)).load_state(saved)
 
 
 def test_a_load_and_a_restart_from_the_model_give_up_what_is_in_flight() -> None:
@@ -205,8 +205,8 @@ def _sharded_over_devices_without_memory() -> set[tuple[str, str]]:
         outer = StreamingDiLoCo(model, None, config(2))
         outer.step()
         on_hosts = outer.state_dict(hosts)["tensors"]
-        saved = SavedState.from_dict(outer.state_dict())
-        assert outer.load_state_dict(saved) == []
+        saved = outer.saved_state()
+        assert outer.load_state(saved) == []
         outer.close()
         empty = SavedState.template(model, saved.facts, saved.tensors, None)
         for name, value in saved.tensors.items():

@@ -99,9 +99,9 @@ def test_each_island_reads_corpora_of_its_own(tmp_path: Path) -> None:
     corpora = []
     for name in ("island-1", "island-2"):
         assert f"loss/val/{tmp_path}/{name}.jsonl" in set(last_record(tmp_path / "run" / name))
-        corpora.append(
-            read_manifest(last(tmp_path / "run" / name)).parts["data"]["identity"]["corpora"]
-        )
+        position = read_manifest(last(tmp_path / "run" / name)).position
+        assert position is not None
+        corpora.append(position.corpora)
     own, common = corpora[0]
     assert corpora[0][own] != corpora[1][own]
     assert corpora[0][common] == corpora[1][common]

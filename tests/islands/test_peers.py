@@ -18,7 +18,7 @@ from tests.islands.trainees import SAMPLES, TOKENS, Trainee, trained
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.user import PeersLostError, UserError
 from torchtitan_diloco.diloco import Beginning, Quantization, StreamingDiLoCo
-from torchtitan_diloco.diloco.state_dict import SHARED, SavedState
+from torchtitan_diloco.diloco.state_dict import SHARED
 from torchtitan_diloco.islands import peers
 from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.islands.founding import JobCheckpoint
@@ -173,6 +173,38 @@ def test_a_run_is_founded_from_the_checkpoint_of_a_job(tmp_path: Path) -> None:
     assert sum(one.steps for one in pair) < 60, "the job has taken some of its steps"
 
 
+def test_a_run_is_founded_from_the_model_of_a_job_without_an_outer_loop(tmp_path: Path) -> None:
+    """As after data parallelism, whose checkpoint has a model and no shared parameters."""
+    store = tmp_path / "store"
+
+    def island(name: str, **options: Any) -> Trainee:
+        one = Trainee(store, name, config(8), total_tokens=60 * TOKENS, **options)
+        torch.nn.init.constant_(one.model.gain, 7.0)
+        one.outer.restart_from_model(20)
+        return one
+
+    message = "the checkpoint is of a job: .* set --islands.found true"
+    refused = island("a")
+    with pytest.raises(UserError, match=message), syncer(store, tmp_path / "one"), trained(refused):
+        pass
+    job = JobCheckpoint(20 * TOKENS, position=20)
+    pair = [island(name, found=True, job=job) for name in "ab"]
+    wanted = parameters(pair[0].model)
+
+    def look(one: Trainee, seat: Seat) -> None:
+        assert (seat.position, one.outer.step_count) == (20, 20)
+        assert one.peers.clock == 20 * TOKENS
+        for shown in (one.outer.global_state_dict(), parameters(one.model)):
+            assert all(torch.equal(full(value), wanted[name]) for name, value in shown.items())
+
+    for one in pair:
+        one.on_join = partial(look, one)
+    with syncer(store, tmp_path / "two"), trained(*pair):
+        pass
+    same(*pair)
+    assert newest(store).ended
+
+
 def test_an_island_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     store = tmp_path / "store"
     with syncer(store, tmp_path / "scratch"), open_run(store):
@@ -243,7 +275,7 @@ def test_a_checkpoint_of_any_step_has_the_bits_of_a_version(tmp_path: Path) -> N
 
     def look(_: int) -> None:
         peers = pair[0].peers
-        state = SavedState.from_dict(pair[0].outer.state_dict())
+        state = pair[0].outer.saved_state()
         for number, (one, facts) in enumerate(
             zip(pair[0].outer.loop.states, state.facts.fragments, strict=True)
         ):

@@ -8,27 +8,29 @@ RUN/worker-0/step-00001000/manifest.json  `Manifest`
 A folder gets its name once it is complete. Files are safetensors and JSON, so reading a checkpoint
 never runs code from it; `torch.distributed.checkpoint` pickles its metadata.
 
-To add a number: return it from the `state_dict` of the part that has it, and read it in its
-`load_state_dict`. To add a tensor of a worker: return it from `inner_tensors`; what the outer loop
-saves is in diloco/state_dict.py. If older checkpoints would be read wrongly, raise VERSION.
+To add a number: add a field to the state of the `RunPart` that has it, such as `SavedTelemetry`. To
+add a part: add a line to the `RunState` of the trainer. To add a tensor of a worker: return it from
+`inner_tensors`; what the outer loop saves is in diloco/state_dict.py. If older checkpoints would be
+read wrongly, raise VERSION.
 """
 
 import json
 import shutil
 import time
 import zlib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.base.background import BackgroundThread
@@ -50,8 +52,8 @@ from torchtitan_diloco.components.checkpoint_folder import (
 from torchtitan_diloco.components.optimizer import initial_state
 from torchtitan_diloco.components.run_plan import AfterStep
 from torchtitan_diloco.config.schema import Checkpoint
+from torchtitan_diloco.data.mixture import SavedPosition
 from torchtitan_diloco.diloco.data_parallel import OuterLoop
-from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.distributed.collectives import naming_lost_ranks, on_all_ranks
 from torchtitan_diloco.distributed.world import FSDP, World
 
@@ -61,6 +63,69 @@ OPTIMIZER = "optimizer/"
 RANDOM = "random/"
 SAVE_AFTER_ERROR_SECONDS = 20.0
 """Time for a save in progress when a run ends with an error."""
+
+State = TypeVar("State")
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+class HasState(Protocol[State]):
+    """A part of a run with a state to go on from. `State`: a dataclass of what JSON can hold."""
+
+    def saved_state(self) -> State:
+        """Return the state, which is copied before training goes on."""
+
+    def load_state(self, saved: State, /) -> None:
+        """Go on from a state that was saved."""
+
+
+class Loads(Enum):
+    """When a part takes over its state from the checkpoint that a run starts from."""
+
+    ALWAYS = auto()
+    """Also in a new run that starts from the checkpoint of another one."""
+    WITH_RUN = auto()
+    """If the run goes on. A worker without a checkpoint takes over that of another one."""
+    WITH_WORKER = auto()
+    """If the run goes on, and this worker has a checkpoint of its own."""
+
+
+@dataclass(frozen=True)
+class RunPart(Generic[State]):
+    """A part of a run whose state is saved beside the tensors, as JSON."""
+
+    name: str
+    """Its key in `Manifest.parts`."""
+    owner: HasState[State]
+    kind: type[State]
+    """Type of its state."""
+    loads: Loads
+
+    def saved(self) -> Any:
+        """Return a copy of the state, of what JSON can hold."""
+        return msgspec.to_builtins(self.owner.saved_state())
+
+    def load(self, saved: Any) -> None:
+        """Load what `saved` has returned."""
+        try:
+            state = msgspec.convert(saved, self.kind)
+        except msgspec.ValidationError as error:
+            raise UserError(
+                f'the checkpoint has a state of "{self.name}" that cannot be read ({error}): '
+                "resume it with the version of torchtitan_diloco that saved it"
+            ) from None
+        self.owner.load_state(state)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """All that a checkpoint holds of a worker. `Checkpointer` saves it, and `Start.load` loads
+    it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    outer: OuterLoop
+    parts: Sequence[RunPart[Any]] = ()
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -174,32 +239,26 @@ class Checkpointer:
         config: Checkpoint,
         folder: Path,
         world: World,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        outer: OuterLoop,
+        state: RunState,
         *,
         about: Manifest,
-        parts: Mapping[str, Stateful] | None = None,
         mirror: Copier | None = None,
         is_locked: bool = True,
     ) -> None:
         """`folder`: that of this worker. `about`: what is the same in all checkpoints of the run.
-        `parts`: parts of the run whose states are saved beside the tensors, as JSON. `is_locked`:
-        no other run can be in the folder; otherwise only what this start has begun is deleted."""
+        `is_locked`: no other run can be in the folder; otherwise only what this start has begun is
+        deleted."""
         self._config = config
         self._folder = folder
         self._world = world
-        self._model = model
-        self._optimizer = optimizer
-        self._outer = outer
+        self._state = state
         self._about = about
-        self._parts = parts or {}
         self._mirror = mirror
         self._thread = BackgroundThread("checkpoint")
         self._saving: Future[str] | None = None
         self._begun = set[Path]()
         self._only = None if is_locked else self._begun
-        self._writes = bool(outer.fragments) or world.worker == 0
+        self._writes = bool(state.outer.fragments) or world.worker == 0
         self._is_first = self._writes and world.rank_in_worker == 0
         self._timer_start = time.monotonic()
         self.failure = ""
@@ -231,24 +290,24 @@ class Checkpointer:
         self._timer_start = now
         return True
 
-    def save(self, step: int, tokens: int) -> float:
+    def save(self, step: int, tokens: int, position: SavedPosition | None) -> float:
         """Start a save and return the seconds that it took from training, without waits for
         exchanges, which the outer loop counts. Every rank calls it after the same step.
 
-        `tokens`: tokens of all workers together, up to this step.
+        `tokens`: tokens of all workers together, up to this step. `position`: in the data.
         """
         started = time.perf_counter()
         rank = self._world.rank_in_worker
-        waited = self._outer.exposed_seconds
+        state = self._state
+        waited = state.outer.exposed_seconds
         self.wait()
         self._timer_start = time.monotonic()
         self._save_started = time.perf_counter()
-        self._outer.heal(self._world.group(FSDP))
-        state = self._outer.state_dict(self._world.host_mesh)
-        saved = SavedState.from_dict(state) if state else None
+        state.outer.heal(self._world.group(FSDP))
+        saved = state.outer.saved_state(self._world.host_mesh)
         rows = rows_to_write(saved.tensors, rank) if saved else {}
         if self._writes:
-            inner = rows_to_write(inner_tensors(self._model, self._optimizer), rank)
+            inner = rows_to_write(inner_tensors(state.model, state.optimizer), rank)
             rows |= {name: copy_to_host(value) for name, value in inner.items()}
             rows |= random_states(self._world.device, rank)
         if self._world.device.type == "cuda":
@@ -257,11 +316,12 @@ class Checkpointer:
             self._about,
             step=step,
             tokens=tokens,
-            parts={name: part.state_dict() for name, part in self._parts.items()},
+            position=position,
+            parts={part.name: part.saved() for part in state.parts},
             outer=saved.facts if saved else None,
         )
         self._saving = self._thread.submit(partial(self._write, manifest, rows))
-        return time.perf_counter() - started - (self._outer.exposed_seconds - waited)
+        return time.perf_counter() - started - (state.outer.exposed_seconds - waited)
 
     def wait(self) -> None:
         """Wait for the save under way. Raise if a worker is lost meanwhile."""

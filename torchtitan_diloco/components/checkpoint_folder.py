@@ -14,10 +14,11 @@ import msgspec
 
 from torchtitan_diloco.base.hardware import flush_to_disk, write_whole
 from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.data.mixture import SavedPosition
 from torchtitan_diloco.diloco.state_dict import OuterFacts
 
 Files = dict[str, tuple[int, int]]
-VERSION = 9
+VERSION = 10
 MANIFEST = "manifest.json"
 
 # --- the manifest ---------------------------------------------------------------------------------
@@ -38,8 +39,10 @@ class Manifest:
     """Fingerprint of the tokenizer."""
     run: str = ""
     """Identity of the run, which goes on with it."""
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """States of the parts of a run that save themselves, by their names."""
+    position: SavedPosition | None = None
+    """Position in the data. None: at their beginning."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """States of the parts of a run by their names, as JSON."""
     outer: OuterFacts | None = None
     """None with data parallelism."""
     files: Files = field(default_factory=dict)

@@ -9,7 +9,6 @@ A run whose folder has no checkpoint may have lost it, or may be another run wit
 The settings in the newest manifest of the mirror decide, before anything is fetched.
 """
 
-import secrets
 import shutil
 import time
 import tomllib
@@ -22,7 +21,7 @@ from pathlib import Path
 from torchtitan_diloco.base.background import BackgroundThread
 from torchtitan_diloco.base.formatting import brief
 from torchtitan_diloco.base.log import logger
-from torchtitan_diloco.base.messages import broadcast_object, gather_objects
+from torchtitan_diloco.base.messages import gather_objects
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint_folder import (
     DamagedError,
@@ -32,7 +31,7 @@ from torchtitan_diloco.components.checkpoint_folder import (
     step_of,
 )
 from torchtitan_diloco.components.copies import Copies, Copy, OtherRunError, TakenOverError
-from torchtitan_diloco.components.resume import Start, changed_settings
+from torchtitan_diloco.components.resume import Start, ThisRun, changed_settings, new_identity
 from torchtitan_diloco.components.run_folder import lock_folder, set_aside
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.schema import Checkpoint
@@ -75,11 +74,6 @@ class _Seen:
     copies: list[Copy] = field(default_factory=list)
 
 
-def new_identity(world: World) -> str:
-    """Return the identity of a new run, the same on all ranks."""
-    return broadcast_object(secrets.token_hex(8), str, world.control)
-
-
 def other_settings(before: str, now: str, resume: str) -> list[str]:
     """Return how settings differ from those of a run that has lost its folder, one line each.
 
@@ -90,9 +84,10 @@ def other_settings(before: str, now: str, resume: str) -> list[str]:
 
 
 def build_mirror(
-    config: Config, world: World, toml: str, check: Callable[[Manifest], None]
+    config: Config, world: World, here: ThisRun, toml: str, check: Callable[[Manifest], None]
 ) -> "Mirror | None":
-    """Return the mirror of a run, if it has one. Collective. `toml`, `check`: as in `Mirror`."""
+    """Return the mirror of a run, if it has one. Collective. `here`, `toml`, `check`: as in
+    `Mirror`."""
     given = gather_objects(bool(config.checkpoint.mirror), world.control)
     if any(given) and not all(given):
         raise UserError(
@@ -105,6 +100,7 @@ def build_mirror(
     return Mirror(
         config=config.checkpoint,
         world=world,
+        here=here,
         folder=folder_of_worker(Path(config.run.folder).expanduser(), world.worker),
         island=config.islands.name if config.islands.join else "",
         writes=each_worker_saves or world.worker == 0,
@@ -114,12 +110,14 @@ def build_mirror(
 
 
 class Mirror:
-    """The mirror of a run. Methods that say so are called by all ranks together."""
+    """The mirror of a run: a source of checkpoints at its start (`find`), and a `Copier` of those
+    that it saves. Methods that say so are called by all ranks together."""
 
     def __init__(
         self,
         config: Checkpoint,
         world: World,
+        here: ThisRun,
         folder: Path,
         *,
         island: str,
@@ -129,6 +127,7 @@ class Mirror:
     ) -> None:
         """
         Args:
+            here: the checkpoints in `run.folder`, where copies are fetched to.
             folder: that of this worker.
             writes: this worker has checkpoints of its own.
             toml: settings of the run.
@@ -138,6 +137,7 @@ class Mirror:
         self._toml = toml
         self._check = check
         self._world = world
+        self._here = here
         self._folder = folder
         self._prefix = f"mirror/{island}/" if island else ""
         self._is_first = writes and world.rank_in_worker == 0
@@ -153,27 +153,23 @@ class Mirror:
         self._is_said = False
         self._taken_over = False
         self._newest = -1  # step that was copied last
-        self.run = ""
+        self._run = ""
         """Identity of the run."""
 
     # --- the start --------------------------------------------------------------------------------
 
-    def join(self, start: Start, run: str, find: Callable[[], Start], verified: set[Path]) -> Start:
-        """Return what the run starts from: `start`, or a newer copy in the mirror. Collective.
-
-        `run`: the identity of the run in `run.folder`, or of a new one. `find` looks for what there
-        is in `run.folder`. `verified`: the checkpoints that it need not verify; those that are
-        fetched are added, whose checksums have just been compared.
-        """
+    def find(self, start: Start, /) -> Start:
+        """Return what the run starts from: `start`, which `run.folder` has, or a newer copy in the
+        mirror. Collective."""
         world = self._world
-        self.run = run
+        self._run = start.run
         group = world.saving
         adopts = not start.goes_on
         # The first rank of the run looks first, and its answer names the run. Then the first ranks
         # of the other workers look whether they see the copies of this run.
         answer = on_all_ranks(group, lambda: self._look(adopts) if world.is_first else _Seen())
         seen = gather_objects(answer, group)[0]
-        self.run = seen.run
+        self._run = seen.run
         self._location = seen.location
         looks = self._is_first and not world.is_first and not seen.problem
         answer = on_all_ranks(group, lambda: self._look(adopts=False) if looks else _Seen())
@@ -187,7 +183,7 @@ class Mirror:
                 )
             self._note_failure(problem, says=world.is_first)
             return start
-        start = self._newer(start, seen.copies, find, verified)
+        start = self._newer(start, seen.copies)
         known = start.goes_on and start.manifest and Copy.of(start.manifest) in seen.copies
         if start.goes_on and start.checkpoint is not None and not known:
             self._submit(start.checkpoint)
@@ -197,9 +193,9 @@ class Mirror:
         """Open the mirror. `adopts`: as in `_open`."""
         try:
             self._copies = self._open(adopts)
-            return _Seen(self.run, self._copies.location, copies=self._copies.whole())
+            return _Seen(self._run, self._copies.location, copies=self._copies.whole())
         except StoreError as error:
-            return _Seen(self.run, problem=str(error))
+            return _Seen(self._run, problem=str(error))
 
     def _open(self, adopts: bool = False) -> Copies:
         """Open the store, and let this start be the one that writes there. Raise if the copies of
@@ -213,15 +209,15 @@ class Mirror:
         copies = Copies(store, self._prefix)
         try:
             newest = copies.newest_manifest()
-            if newest is not None and newest.run != self.run:
+            if newest is not None and newest.run != self._run:
                 if not adopts:
                     raise OtherRunError(
                         f"checkpoint.mirror: {copies.location} has the checkpoints of another run "
-                        f"({newest.run}) than this worker's ({self.run}): give each run a place of "
-                        "its own, the same for all its workers"
+                        f"({newest.run}) than this worker's ({self._run}): give each run a place "
+                        "of its own, the same for all its workers"
                     )
                 self._check_same_run(newest, copies.location)
-                self.run = newest.run
+                self._run = newest.run
             copies.take_over(self._token)
         except BaseException:
             copies.close()
@@ -244,9 +240,7 @@ class Mirror:
             "its own, or set checkpoint.adopt = true to continue that one with these settings"
         )
 
-    def _newer(
-        self, start: Start, copies: list[Copy], find: Callable[[], Start], verified: set[Path]
-    ) -> Start:
+    def _newer(self, start: Start, copies: list[Copy]) -> Start:
         """Take the newest copy that is newer than `start` and can be used, or what workers that
         have lost their disks lack of the same one. Collective."""
         tried = False
@@ -261,13 +255,13 @@ class Mirror:
             started = time.monotonic()
             problem = self._fetch_all(copy, workers)
             if not problem:
-                if self._world.worker in workers:
-                    verified.add(checkpoint_path(self._folder, copy.step))
+                if self._world.worker in workers:  # its checksums have just been compared
+                    self._here.verified.add(checkpoint_path(self._folder, copy.step))
                 if self._world.is_first:
                     took = brief(time.monotonic() - started)
                     logger.info(f"step {copy.step} was taken from {self._location} in {took}")
                 adopted_from = "" if start.goes_on else self._location
-                return replace(find(), adopted_from=adopted_from)
+                return replace(self._here.find(start), adopted_from=adopted_from)
             if self._world.is_first:
                 logger.warning(f"{problem}: continuing from an older step")
         if tried and not start.goes_on:
@@ -275,7 +269,7 @@ class Mirror:
                 f"checkpoint.mirror: no copy in {self._location} can be used: give another mirror "
                 "to start over"
             )
-        return find() if tried else start
+        return self._here.find(start) if tried else start
 
     def _fetch_all(self, copy: Copy, workers: set[int]) -> str:
         """Fetch a copy on these workers. Return why not, if so. Collective."""

@@ -1,28 +1,35 @@
-"""The checkpoint that a run starts from: finding it, and loading it on any layout."""
+"""The checkpoint that a run starts from: finding it, and loading it on any layout.
 
+`find_start` asks the sources of checkpoints, one after the other: `ThisRun`, the mirror of the run
+(mirror.py), and `OtherRun`. The `Start` that it returns has what the plan of the run needs to know.
+Once the run has claimed its folder, `Start.load` loads all of its `RunState`.
+"""
+
+import secrets
 import shutil
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.base.log import logger
-from torchtitan_diloco.base.messages import gather_objects
+from torchtitan_diloco.base.messages import broadcast_object, gather_objects
 from torchtitan_diloco.base.tensors import local_of, shard_rows
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint import (
     MODEL,
     OPTIMIZER,
     RANDOM,
+    Loads,
+    RunState,
     inner_tensors,
     random_states,
     rank_file,
@@ -36,7 +43,7 @@ from torchtitan_diloco.components.checkpoint_folder import (
     read_manifest,
 )
 from torchtitan_diloco.config.schema import flatten
-from torchtitan_diloco.diloco.data_parallel import OuterLoop
+from torchtitan_diloco.data.mixture import SavedPosition
 from torchtitan_diloco.diloco.state_dict import (
     SENT,
     SavedState,
@@ -119,6 +126,8 @@ class SavedTensors:
 class Start:
     """The checkpoint that a run starts from."""
 
+    run: str = ""
+    """Identity of the run that begins or goes on."""
     goes_on: bool = False
     """Whether the checkpoint is of this run: false for a new run."""
     manifest: Manifest | None = None
@@ -136,10 +145,108 @@ class Start:
     def step(self) -> int:
         return 0 if self.manifest is None else self.manifest.step
 
-    def load(self, name: str, part: Stateful) -> None:
-        """Load the saved state of a part of the run, if there is a checkpoint that has it."""
-        if self.manifest is not None and name in self.manifest.parts:
-            part.load_state_dict(self.manifest.parts[name])
+    @property
+    def position(self) -> SavedPosition | None:
+        """Position in the data. None: at their beginning."""
+        return None if self.manifest is None else self.manifest.position
+
+    def load(self, state: RunState, world: World, *, is_island: bool = False) -> list[str]:
+        """Load the checkpoint and return what could not be carried over, one line each.
+
+        `is_island`: the other workers are jobs of their own, with their own checkpoints.
+        """
+        assert self.manifest is not None
+        notes = _load_tensors(self, self.manifest, state, world, is_island=is_island)
+        for part in state.parts:
+            if self._loads(part.loads) and part.name in self.manifest.parts:
+                part.load(self.manifest.parts[part.name])
+        return notes
+
+    def _loads(self, which: Loads) -> bool:
+        match which:
+            case Loads.ALWAYS:
+                return True
+            case Loads.WITH_RUN:
+                return self.goes_on
+            case Loads.WITH_WORKER:
+                return self.goes_on and self.checkpoint is not None
+
+
+class Source(Protocol):
+    """Something that has checkpoints from which a run can start."""
+
+    def find(self, start: Start, /) -> Start:
+        """Return the start from a checkpoint of this source, or `start`, which the sources before
+        have found, if that one is to be preferred. Collective."""
+
+
+def find_start(sources: Iterable[Source]) -> Start:
+    """Return where a run starts: the same step on every rank."""
+    start = Start()
+    for source in sources:
+        start = source.find(start)
+    return start
+
+
+class ThisRun:
+    """The checkpoints in `run.folder`, from which a run goes on, also if it started from
+    `checkpoint.resume`."""
+
+    def __init__(self, world: World, folder: str) -> None:
+        self._world = world
+        self._folder = Path(folder).expanduser()
+        self.verified = set[Path]()
+        """Checkpoints whose files are not compared with their checksums, as they have been."""
+
+    def find(self, start: Start, /) -> Start:
+        world = self._world
+        of_this_worker = complete_checkpoints(folder_of_worker(self._folder, world.worker))
+        newest = _find_newest(world, of_this_worker, self.verified)
+        if newest.manifest is None:
+            return replace(start, run=start.run or new_identity(world))
+        return replace(newest, run=newest.manifest.run, goes_on=True, of_this_worker=of_this_worker)
+
+
+class OtherRun:
+    """The checkpoints in `checkpoint.resume`, from one of which a new run starts."""
+
+    def __init__(self, world: World, resume: str, run_folder: str) -> None:
+        self._world = world
+        self._resume = resume
+        source = Path(resume).expanduser().resolve()
+        if resume != "auto" and source.parent.parent == Path(run_folder).expanduser().resolve():
+            reason = "is of the run in run.folder, which goes on from its newest: choose another"
+            raise UserError(f'checkpoint.resume = "{resume}" {reason} folder for a new run')
+
+    def find(self, start: Start, /) -> Start:
+        if start.goes_on:
+            return start
+        # All ranks look, also those with "auto": whether all have the same setting is compared
+        # later.
+        is_given = self._resume != "auto"
+        newest = _find_newest(self._world, self._checkpoints() if is_given else [], set())
+        if newest.manifest is None and is_given:
+            raise UserError(
+                f'checkpoint.resume = "{self._resume}" is not the folder of a checkpoint, or of a '
+                'run with a complete one: give such a folder, or "auto"'
+            )
+        return replace(newest, run=start.run)
+
+    def _checkpoints(self) -> list[Path]:
+        """Return this worker's checkpoints: those of a run, or one."""
+        world = self._world
+        source = Path.cwd() / Path(self._resume).expanduser()  # a link may lead to another disk
+        if not source.name.startswith("step-"):
+            return complete_checkpoints(folder_of_worker(source, world.worker))
+        beside = folder_of_worker(source.parent.parent, world.worker) / source.name
+        is_only = world.workers == 1 or (world.worker == 0 and not beside.exists())
+        checkpoint = source if is_only else beside
+        return [checkpoint] if checkpoint.is_dir() else []
+
+
+def new_identity(world: World) -> str:
+    """Return the identity of a new run, the same on all ranks."""
+    return broadcast_object(secrets.token_hex(8), str, world.control)
 
 
 @dataclass(frozen=True)
@@ -150,31 +257,16 @@ class CheckedStep:
     problem: str = ""
 
 
-def find_start(
-    world: World, resume: str, run_folder: str, verified: set[Path] | None = None
-) -> Start:
-    """Return where a run starts: the same step on every rank.
+def _find_newest(world: World, checkpoints: Sequence[Path], verified: set[Path]) -> Start:
+    """Return the start from the newest step that is undamaged and that all workers have which have
+    any. Without a checkpoint on any worker, it has no manifest. Collective.
 
-    A run that has checkpoints goes on from them, also if it started from `checkpoint.resume`. The
-    step is the newest one that is undamaged and that all workers have which have any. A worker that
-    has none is new, or has lost its disk: it gets a copy.
-
-    `verified`: checkpoints whose files are not compared with their checksums, as they have been
-    before. Those that this call compares are added.
+    A worker that has none is new, or has lost its disk: it gets a copy. `checkpoints`: those of
+    this worker. `verified`: those that need not be verified; those that are verified are added.
     """
     group = world.saving
-    verified = set() if verified is None else verified
     ranks = world.ranks_per_worker
-    run = Path(run_folder).expanduser()
-    of_this_worker = complete_checkpoints(folder_of_worker(run, world.worker))
-    goes_on = any(gather_objects(bool(of_this_worker), group))
-    source = Path(resume).expanduser().resolve()
-    if goes_on and resume != "auto" and source.parent.parent == run.resolve():
-        reason = "is of the run in run.folder, which goes on from its newest: choose another folder"
-        raise UserError(f'checkpoint.resume = "{resume}" {reason} for a new run')
-    candidates = {path.name: path for path in of_this_worker}
-    if not goes_on and resume != "auto":
-        candidates = _checkpoints_of(world, resume)
+    candidates = {path.name: path for path in checkpoints}
     # From the newest step that any worker has, down to one that all ranks can use. All ranks judge
     # the same answers, so they agree.
     problems = list[str]()
@@ -191,35 +283,16 @@ def find_start(
         is_here = world.worker in holders
         source_worker = world.worker if is_here else holders[0]
         return Start(
-            goes_on=goes_on,
             manifest=of_ranks[ranks * source_worker].manifest,  # the worker's first rank has it
             checkpoint=candidates[name] if is_here else None,
             holders=holders,
-            of_this_worker=of_this_worker,
         )
     if problems:
         raise UserError(
             f"no checkpoint can be resumed: {'; '.join(problems)}. Remove a worker's checkpoints "
             "to give it a copy of another one's, or start a new run in another run.folder"
         )
-    if resume != "auto":
-        raise UserError(
-            f'checkpoint.resume = "{resume}" is not the folder of a checkpoint, or of a run with a '
-            'complete one: give such a folder, or "auto"'
-        )
     return Start()
-
-
-def _checkpoints_of(world: World, resume: str) -> dict[str, Path]:
-    """Return this worker's checkpoints by name: those of a run, or one."""
-    source = Path.cwd() / Path(resume).expanduser()  # a link may lead to another disk
-    if not source.name.startswith("step-"):
-        checkpoints = complete_checkpoints(folder_of_worker(source, world.worker))
-        return {path.name: path for path in checkpoints}
-    beside = folder_of_worker(source.parent.parent, world.worker) / source.name
-    is_only = world.workers == 1 or (world.worker == 0 and not beside.exists())
-    checkpoint = source if is_only else beside
-    return {checkpoint.name: checkpoint} if checkpoint.is_dir() else {}
 
 
 def _names_of_all(world: World, candidates: Mapping[str, Path]) -> list[str]:
@@ -276,25 +349,16 @@ def judge(of_ranks: Sequence[CheckedStep], ranks: int) -> tuple[list[int], str]:
 # --- load -----------------------------------------------------------------------------------------
 
 
-def restore(
-    start: Start,
-    world: World,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    outer: OuterLoop,
-    *,
-    is_island: bool = False,
+def _load_tensors(
+    start: Start, manifest: Manifest, state: RunState, world: World, *, is_island: bool
 ) -> list[str]:
-    """Load a checkpoint and return what could not be carried over, one line each.
+    """Load model, optimizer, outer loop and random states. Return what could not be carried over.
 
-    `is_island`: the other workers are jobs of their own, with their own checkpoints.
-
-    Workers without one get a copy of the first that has it, with the shared parameters in their
-    model. With data parallelism, or after it, all workers go on from one.
+    Workers without a checkpoint get a copy of the first that has it, with the shared parameters in
+    their model. With data parallelism, or after it, all workers go on from one.
     """
-    manifest = start.manifest
+    outer = state.outer
     streaming = bool(outer.fragments)
-    assert manifest is not None
     readers = start.holders if streaming else start.holders[:1]
     reads = world.worker in readers
     source = start.checkpoint if reads else None
@@ -305,16 +369,16 @@ def restore(
     shapes = {} if files is None else files.shapes
     of_first = gather_objects(shapes, world.saving)[readers[0] * world.ranks_per_worker]
     shapes = shapes or {name: tuple(shape) for name, shape in of_first.items()}
-    _check_model(start, shapes, model, world)
+    _check_model(start, shapes, state.model, world)
     # Reading fills the tensors of model, optimizer and outer loop in place; those that only the
     # outer loop has are first created like the saved ones. What is not in the checkpoint stays.
-    inner = inner_tensors(model, optimizer)
+    inner = inner_tensors(state.model, state.optimizer)
     tensors = {name: tensor for name, tensor in inner.items() if name in shapes}
     saved = None
     if manifest.outer is not None:
         facts = manifest.outer if reads else manifest.outer.for_new_worker()
         names = [name for name in shapes if reads or not name.startswith(SENT)]
-        saved = SavedState.template(model, facts=facts, names=names, mesh=world.host_mesh)
+        saved = SavedState.template(state.model, facts=facts, names=names, mesh=world.host_mesh)
         tensors |= saved.tensors
     # All wait for the slowest disk here, as groups between workers wait only as long as for a link.
     on_all_ranks(world.saving, partial(_fill, tensors, files, world))
@@ -330,8 +394,8 @@ def restore(
             notes.append(f"{text}, outer momentum from zero")
         return notes
     if not reads:
-        write_shared(model, saved)
-    notes += outer.load_state_dict(saved)
+        write_shared(state.model, saved)
+    notes += outer.load_state(saved)
     if streaming and not is_island:
         notes += _changed_workers(manifest.workers, now=world.workers, readers=readers)
     return notes

@@ -2,11 +2,9 @@
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from torchtitan_diloco.base.messages import gather_objects
 from torchtitan_diloco.base.user import UserError
@@ -16,7 +14,13 @@ from torchtitan_diloco.config.schema import WORKER_FIELD, Config
 from torchtitan_diloco.config.weights import turns_of
 from torchtitan_diloco.data.corpus import open_corpora
 from torchtitan_diloco.data.loader import Stream, TrainLoader
-from torchtitan_diloco.data.mixture import Mixture, Segment, check_fingerprints, plan_segments
+from torchtitan_diloco.data.mixture import (
+    Mixture,
+    SavedPosition,
+    Segment,
+    check_fingerprints,
+    plan_segments,
+)
 from torchtitan_diloco.data.shards import INDEX_NAME
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.distributed.world import World
@@ -34,15 +38,11 @@ class Position:
 
 
 @dataclass(frozen=True)
-class SavedPosition:
-    """Position of a worker in its stream, as a checkpoint holds it."""
+class SavedMixture:
+    """What a resumed run need not record again."""
 
-    samples: int
-    """Position of the next sample in the order of samples."""
-    segment: Segment
-    """The part of the mixture that it is in, which knows what was read before it."""
-    identity: dict[str, Any]
-    """Corpora, sequence length and order that the position refers to."""
+    recorded: Segment | None
+    """The segment of the mixture that the records say is being read."""
 
 
 class RunData:
@@ -51,7 +51,10 @@ class RunData:
     loader: TrainLoader
     """Loader of this worker. `begin` opens it."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, world: World) -> None:
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer, world: World, saved: SavedPosition | None = None
+    ) -> None:
+        """`saved`: position in the checkpoint that the run starts from."""
         self._config = config
         self._world = world
         data = self._data = config.data
@@ -82,7 +85,7 @@ class RunData:
             share = self._compare(world)
             if not config.islands.join:  # an island's weight is the tokens that it has trained on
                 self._share = share
-        self.position = Position()
+        self.position = Position() if saved is None else self._find_position(saved)
         """Where this worker begins to read, if its course does not say otherwise."""
         self.recorded: Segment | None = None
         """The segment of the mixture that the records of this run say is being read."""
@@ -141,18 +144,20 @@ class RunData:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        saved = SavedPosition(
+    def saved_position(self) -> SavedPosition:
+        """Return where a run that is resumed after this step goes on."""
+        return SavedPosition(
             samples=self.loader.position,
             segment=self.loader.segment,
-            identity={**self._order, "corpora": self.fingerprints},
+            order=self._order,
+            corpora=self.fingerprints,
         )
-        return asdict(saved)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position, if it refers to the same order."""
-        saved = msgspec.convert(state, SavedPosition)
-        self.position = self._find_position(saved)
+    def saved_state(self) -> SavedMixture:
+        return SavedMixture(self.recorded)
+
+    def load_state(self, saved: SavedMixture, /) -> None:
+        self.recorded = saved.recorded
 
     @property
     def common_facts(self) -> dict[str, Any]:
@@ -181,13 +186,13 @@ class RunData:
 
     def _find_position(self, saved: SavedPosition) -> Position:
         """Return where a run goes on that saved this position."""
-        if any(saved.identity.get(name) != fact for name, fact in self._order.items()):
+        if any(saved.order.get(name) != fact for name, fact in self._order.items()):
             return Position(
                 notes=["the order of the data has changed: they are read from the beginning"]
             )
         position = saved.samples
         segment = saved.segment
-        old: dict[str, str] = saved.identity["corpora"]
+        old = saved.corpora
         if old == self.fingerprints:
             return Position(position, segment)
         # The tokens say which corpus it is; a folder may have been moved. So a corpus that was read

@@ -11,11 +11,11 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import msgspec
 import torch
 
 from torchtitan_diloco.base.formatting import clock
@@ -106,15 +106,17 @@ class _LoggedStep(NamedTuple):
 
 
 class Telemetry:
-    """Call `measure` and `numbers` for every step, `open_record` after a step that is logged, and
-    `publish` after every step.
+    """A context manager, which opens the files and starts the clock. Call `measure` and `numbers`
+    for every step, `open_record` after a step that is logged, and `publish` after every step.
 
     `folder`: that of the run, None to write nothing. `step`: the step from which the run is
     resumed. `settings`: what the boards show beside the numbers. `run`: id of the run that an
     island is in.
 
-    A resumed run goes on with the totals of the run so far (`load_state_dict`).
+    A resumed run goes on with the totals of the run so far (`load_state`).
     """
+
+    files: RecordFiles
 
     def __init__(
         self,
@@ -135,8 +137,7 @@ class Telemetry:
         self._config = config
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops(world.device)
-        self._interval_started = self._started = time.perf_counter()
-        self._clock = time.time() - self._started
+        self._start_clock()
         self.elapsed_before = 0.0
         """Seconds of the run in the processes before a resume."""
         self._agreement_before = 0.0
@@ -146,17 +147,13 @@ class Telemetry:
         """Workers of the run: so many as have begun, or the most islands that shared a round."""
         if folder is not None:
             folder = None if world.rank_in_worker else folder_of_worker(folder, world.worker)
-        start = StartRecord(
-            step=step,
-            time=time.time(),
-            workers=self.workers,
-            parameters=plan.parameters,
-            run=run,
+        self._new_start = partial(
+            StartRecord, step=step, workers=self.workers, parameters=plan.parameters, run=run
         )
-        self.files = RecordFiles(
+        self._open_files = partial(
+            RecordFiles,
             config=config,
             folder=folder,
-            start=start,
             settings=settings or {},
             workers=world.workers,
             of_run=world.is_first,
@@ -174,17 +171,27 @@ class Telemetry:
         self._save_seconds = 0.0
         self._saved_step = step
 
-    def state_dict(self) -> dict[str, Any]:
+    def __enter__(self) -> Self:
+        self._start_clock()
+        self.files = self._open_files(start=self._new_start(time=time.time()))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.files.close()
+
+    def _start_clock(self) -> None:
+        self._interval_started = self._started = time.perf_counter()
+        self._clock = time.time() - self._started
+
+    def saved_state(self) -> SavedTelemetry:
         """Return the totals up to the last logged step."""
-        saved = SavedTelemetry(
+        return SavedTelemetry(
             elapsed_seconds=self.elapsed_seconds,
             totals=self.totals,
             has_outer_loop=bool(self.outer.fragments),
         )
-        return asdict(saved)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        saved = msgspec.convert(state, SavedTelemetry)
+    def load_state(self, saved: SavedTelemetry, /) -> None:
         self.elapsed_before = saved.elapsed_seconds
         if saved.has_outer_loop == bool(self.outer.fragments):  # others cannot be compared
             self.totals = saved.totals
@@ -417,12 +424,6 @@ class Telemetry:
         if phase.step:  # the header of a run has the first one
             logger.info(f"phase after step {phase.step}: {phase.mixture}")
         self.files.write(phase)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.files.close()
 
 
 def _console_line(record: Record, progress: str, steps_left: float) -> str:

@@ -2,11 +2,10 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import torch
 from torch import nn
 
@@ -162,6 +161,14 @@ def validate_corpus(
 # --- while a run trains ---------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class SavedValidation:
+    """What a resumed run knows of the last validation."""
+
+    validated: tuple[int, float, float] | None
+    """As in `Validator`."""
+
+
 @dataclass
 class Validator:
     """Validates the shared parameters."""
@@ -175,11 +182,11 @@ class Validator:
     validated: tuple[int, float, float] | None = None
     """Step, loss and bits per byte of the last validation."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"validated": self.validated}
+    def saved_state(self) -> SavedValidation:
+        return SavedValidation(self.validated)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.validated = msgspec.convert(state["validated"], tuple[int, float, float] | None)
+    def load_state(self, saved: SavedValidation, /) -> None:
+        self.validated = saved.validated
 
     def is_due(self, after: AfterStep) -> bool:
         """Return whether to validate. Whoever asked to stop is waiting."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,20 @@ class Segment:
     """By the name of the corpus."""
     read: dict[str, int] = field(default_factory=dict)
     """Samples of each corpus that are read before it. Corpora that are left out have none."""
+
+
+@dataclass(frozen=True)
+class SavedPosition:
+    """Position of a worker in its stream, as a checkpoint holds it."""
+
+    samples: int
+    """Position of the next sample in the order of samples."""
+    segment: Segment
+    """The part of the mixture that it is in, which knows what was read before it."""
+    order: dict[str, Any]
+    """The settings that the order of the samples depends on."""
+    corpora: dict[str, str]
+    """Fingerprints of the corpora by their names."""
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,6 @@
 """The interface of the outer loop for runs that have none."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -28,9 +27,8 @@ class DataParallel:
     def drain(self) -> None: ...
     def restart_from_model(self, step: int) -> None: ...
 
-    def state_dict(self, _: DeviceMesh | None = None) -> dict[str, Any]:
+    def saved_state(self, _: DeviceMesh | None = None) -> None:
         """Return nothing: there is no outer loop."""
-        return {}
 
     def heal(self, _: dist.ProcessGroup | None) -> list[int]:
         """Return no fragments: there is no shared copy to heal from."""
@@ -49,7 +47,7 @@ class DataParallel:
         text = "gradients are averaged at every step; only workers and link of [diloco] are used"
         return [f"{'outer':<10} none: {text}"] if self._workers > 1 else []
 
-    def load_state_dict(self, saved: SavedState) -> list[str]:
+    def load_state(self, saved: SavedState) -> list[str]:
         """Start from the shared parameters of a run with an outer loop."""
         saving.write_shared(self._model, saved)
         return [

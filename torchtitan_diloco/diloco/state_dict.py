@@ -123,6 +123,11 @@ class SavedState:
         """Return a dictionary of tensors and JSON values, which any checkpoint can contain."""
         return {"facts": asdict(self.facts), "tensors": self.tensors}
 
+    def drop_unsent(self, fragments: Iterable[int]) -> None:
+        """Leave nothing to send of fragments, such as those that were reset."""
+        for index in fragments:
+            self.facts.fragments[index].weight = 0.0
+
     @staticmethod
     def of_model(states: Sequence[OuterState], config: DiLoCoConfig, step: int) -> "SavedState":
         """Return the state of a run that begins at a step with the parameters of the model, and has

@@ -11,7 +11,7 @@ applies the next shared copy, and compute this copy from all deltas.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -201,6 +201,19 @@ class StreamingDiLoCo:
         `mesh`: a CPU mesh of this worker's ranks for the tensors of a model that is sharded over
         GPUs, so that gloo can gather them. Default: the mesh of the model.
         """
+        return self.saved_state(mesh).to_dict()
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
+        """Resume from a saved state, dropping fragments in flight. Load the model first.
+
+        Fragments, schedule, codec and outer optimizer may differ from the saved run. Return a line
+        for each thing that could not be kept. Saved fragments in flight that do not fit the new
+        schedule are applied now, to the model and to the tensors of `saved`.
+        """
+        return self.load_state(SavedState.from_dict(saved))
+
+    def saved_state(self, mesh: DeviceMesh | None = None) -> SavedState:
+        """Return the state that `state_dict` turns into a dictionary."""
         self.check()
         facts = OuterFacts(
             step=self.step_count,
@@ -210,18 +223,11 @@ class StreamingDiLoCo:
             healed=self.loop.healed,
         )
         saved = self.peers.save(facts, mesh)
-        for index in self.loop.reset:
-            saved.facts.fragments[index].weight = 0.0
-        return saved.to_dict()
+        saved.drop_unsent(self.loop.reset)
+        return saved
 
-    def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
-        """Resume from a saved state, dropping fragments in flight. Load the model first.
-
-        Fragments, schedule, codec and outer optimizer may differ from the saved run. Return a line
-        for each thing that could not be kept. Saved fragments in flight that do not fit the new
-        schedule are applied now, to the model and to the tensors of `saved`.
-        """
-        saved = saved if isinstance(saved, SavedState) else SavedState.from_dict(saved)
+    def load_state(self, saved: SavedState) -> list[str]:
+        """Resume from what `saved_state` has returned, as `load_state_dict` does."""
         saving.check_same_model(self.loop.states, saved)
         drop_gathered(self.loop.model)
         self.loop.reset.clear()
@@ -231,7 +237,7 @@ class StreamingDiLoCo:
 
     def restart_from_model(self, step: int) -> None:
         """Start over at a step from the model, which must be equal on all workers."""
-        self.load_state_dict(SavedState.of_model(self.loop.states, self.config, step))
+        self.load_state(SavedState.of_model(self.loop.states, self.config, step))
 
     # --- reports ----------------------------------------------------------------------------------
 

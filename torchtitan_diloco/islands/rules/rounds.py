@@ -102,7 +102,7 @@ class Round:
     presence: Presence
     fragment: int
     waiting: dict[int, WaitingPart] = field(default_factory=dict)
-    """WaitingPart parts by slot."""
+    """Parts that wait, by slot."""
     merging: list[WaitingPart] = field(default_factory=list)
     """Parts of the version that is being computed, in the order of slots."""
     weight_of_all: int = 0
