@@ -14,6 +14,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 from torchtitan_diloco.diloco.delta_norms import DeltaNorms
 from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
 from torchtitan_diloco.diloco.fragments import Fragment
+from torchtitan_diloco.diloco.metrics import OUTER_METRICS, merge_parts
 from torchtitan_diloco.diloco.modes import Mode
 
 GPU_SHARE = 0.2
@@ -309,28 +310,28 @@ class OuterState:
         return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 
     @torch.no_grad()
-    def advance(self, *, average: bool = False, measured: bool = False) -> float:
+    def advance(self, *, average: bool = False, measured: bool = False) -> dict[str, float]:
         """Turn the mean in `delta` into the next shared copy, and start to stage it.
 
-        `average`: by plain averaging, without the outer optimizer. If measured, return the squared
-        norm of the mean, otherwise NaN.
+        `average`: by plain averaging, without the outer optimizer. If measured, return numbers of
+        the mean for the round.
         """
         config = AVERAGE if average else self._config
         if not average:
             self.outer_steps += 1
         rows = list[Tensor]()
-        mean_square = 0.0 if measured else math.nan
+        measurements = list[dict[str, float]]()
         # All buffers advance block by block, so that a block is in cache for its whole step.
         buffers = (self.outer, self.delta, *self.slots)
         blocks = (buffer.split(self._block) for buffer in buffers)
         for theta, delta, *slots in zip(*blocks, strict=True):
             if measured:
-                mean_square += float(torch.linalg.vector_norm(delta)) ** 2
+                measurements.append(_measure_mean(delta))
             outer_step(config, theta, delta, slots, count=self.outer_steps)
             rows.append(row_sums(delta))
         self.checksum = checksum_of(rows)
         self._stage()
-        return mean_square
+        return merge_parts(measurements, OUTER_METRICS) if measured else {}
 
     @torch.no_grad()
     def keep_copy(self) -> None:
@@ -380,6 +381,15 @@ def mode_after(
     # The copy contains nothing of a worker that was dropped, and nothing new without participants.
     share = 1.0 if flags & DROPPED or not participants else mixing
     return Mode.TAKE_BACK if is_sparse and share < 1 else Mode.MIX, share
+
+
+def _measure_mean(block: Tensor) -> dict[str, float]:
+    """Return numbers of a block of the mean of all deltas. An empty one counts as a zero."""
+    values = block if block.numel() else block.new_zeros(1)
+    return {
+        "round/mean_norm": float(torch.linalg.vector_norm(values)),
+        "sync/largest_mean_delta": float(torch.linalg.vector_norm(values, ord=math.inf)),
+    }
 
 
 def take_back(change: Tensor, sent: Tensor | float) -> None:
