@@ -21,7 +21,7 @@ import torch
 
 from torchtitan_diloco.base.formatting import markdown_table
 from torchtitan_diloco.base.user import USER_ERROR, UserError
-from torchtitan_diloco.components.metrics import baseline_bytes, totals_of
+from torchtitan_diloco.components.metrics import SENT, baseline_bytes, totals_of
 from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.config import Config, from_command_line
 
@@ -198,7 +198,7 @@ def summarize_run(records: Sequence[Record]) -> Record:
     validations = {record["step"]: record for record in records if "loss/val" in record}
     end = validations[max(validations)]
     speeds = [record["speed/tokens_per_second"] for record in steps]
-    sent = totals_of(records, streaming=True).get("worker/sent_bytes", 0.0)
+    sent = totals_of(records, streaming=True).get(SENT, 0.0)
     expected = end["step"] * baseline_bytes(start["parameters"], start["workers"])
     return {
         "loss": end["loss/val"],

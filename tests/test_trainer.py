@@ -497,15 +497,28 @@ def streaming(text: Path, **changes: Any) -> dict[str, str]:
 
 
 def test_streaming_with_fsdp_inside_is_streaming(text: Path, processes: ProcessPool) -> None:
-    """Workers of one and of two ranks read the same samples and exchange the same fragments."""
-    alone = processes.run(train, 2, streaming(text))[0]
-    sharded = processes.run(train, 4, streaming(text, run__folder=text.parent / "sharded"))[0]
+    """Workers of one and of two ranks read the same samples and exchange the same fragments, and
+    the numbers of rounds are those of all ranks of a worker."""
+    folders = [text.parent / "alone", text.parent / "sharded"]
+    alone, sharded = (
+        processes.run(
+            train, 2 * ranks, streaming(text, run__folder=folder, diloco__measure_every=1)
+        )[0]
+        for ranks, folder in enumerate(folders, start=1)
+    )
     for key in (LOSS, VALIDATION):
         assert len(curve(alone, key)) >= 2
         assert curve(sharded, key) == pytest.approx(curve(alone, key), rel=2e-4), key
     one, two = (sum(curve(run, "worker/sent_bytes")) for run in (alone, sharded))
     assert two == pytest.approx(one, rel=0.05)
     assert one > 0
+    largest = "sync/largest_mean_delta"
+    assert curve(sharded, largest) == pytest.approx(curve(alone, largest), rel=0.02)
+    rounds = [records(folder, "round") for folder in folders]
+    norms = ("round/delta_norm", "round/mean_norm", "round/drift_norm", "round/dot_with_mean")
+    for one_rank, two_ranks in zip(*rounds, strict=True):
+        for name in (*norms, "round/cosine_to_mean", largest):
+            assert two_ranks["numbers"][name] == pytest.approx(one_rank["numbers"][name], rel=0.02)
 
 
 def _lose_worker_1(chosen: dict[str, str]) -> tuple[int, str]:

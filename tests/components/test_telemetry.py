@@ -28,7 +28,7 @@ from torchtitan_diloco.base.hardware import queued_seconds
 from torchtitan_diloco.components import records as records_module
 from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.checkpoint import Loads, RunPart
-from torchtitan_diloco.components.metrics import GAUGES, METRICS, baseline_bytes, time_shares
+from torchtitan_diloco.components.metrics import METRICS, baseline_bytes, time_shares
 from torchtitan_diloco.components.records import (
     RecordFiles,
     RoundRecord,
@@ -49,6 +49,7 @@ from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.data_parallel import DataParallel, OuterLoop
 from torchtitan_diloco.diloco.flags import OUTLIER
 from torchtitan_diloco.diloco.fragments import Fragment, FragmentParameter
+from torchtitan_diloco.diloco.metrics import OUTER_METRICS
 from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.distributed.world import World
@@ -87,7 +88,7 @@ class Outer:
     def step(self) -> None:
         self.steps += 1
         traffic = Traffic(10, 10, header_sent=1.0, heard={1: 1.5}, received=self.steps + 0.4)
-        round_ = Round(0, self.steps, self.steps, 80, 1.0, 2, self.steps, traffic=traffic)
+        round_ = Round(0, self.steps, self.steps, 1.0, 2, self.steps, traffic=traffic)
         round_.due = round_.taken = round_.begun = round_.asked = float(self.steps)
         round_.ready = round_.fetched = round_.applied = self.steps + 0.5
         self.applied.append(round_)
@@ -161,7 +162,9 @@ def test_a_logged_step_covers_the_steps_since_the_last(tmp_path: Path) -> None:
     assert second["train/gradient_norm"] == 3.0
     assert (first["train/tokens"], second["train/tokens"]) == (128, 256)
     assert own.totals["worker/steps"] == 8
-    assert (first[SENT], own.totals[SENT]) == (2 * 10 / 2, 40), "mean over the workers"
+    assert (first[SENT], own.totals[SENT]) == (20, 80)
+    of_job = "world/sent_bytes"
+    assert (first[of_job], own.totals[of_job]) == (20 / 2, 40), "mean over the workers"
     assert len(records(tmp_path, "round")) == outer.steps
     skipped = "worker/skipped_steps"
     assert (third[LOSS], third[skipped], fourth[skipped]) == (1.0, 1, 2), "in no loss"
@@ -228,8 +231,8 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     assert record["worker/elapsed_seconds"] == pytest.approx(1017)
     assert (record["worker/compute_seconds"], record["worker/compute_spread"]) == (3, 0)
     assert (own.totals[SENT], own.totals["worker/steps"]) == (25, 3)
-    assert not own.totals.keys() & {*GAUGES}, "the sum of clocks, spreads or levels is nothing"
-    assert {*GAUGES} - {"worker/fragments_in_flight"} <= record.keys()
+    assert own.totals["worker/compute_spread"] == 0, "of steps, not their sum"
+    assert "worker/elapsed_seconds" not in own.totals, "a clock has no total"
     without_outer_loop = telemetry(None, DataParallel(nn.Linear(1, 1)))
     replace(part, owner=without_outer_loop).load(state)
     assert without_outer_loop.totals == {}, "others cannot be compared"
@@ -251,8 +254,7 @@ def test_tensorboard_opens_on_what_matters(tmp_path: Path) -> None:
     tags = set(first.Tags()["scalars"])
     assert tags <= METRICS.keys(), "the names of the file"
     shown = {name.partition("/")[0] for name in METRICS}
-    assert sorted(shown) == ["loss", "speed", "sync", "train", "worker", "world"]
-    assert sum(not tag.startswith(("worker/", "world/")) for tag in tags) <= 12
+    assert sorted(shown) == ["loss", "round", "speed", "sync", "train", "worker", "world"]
     text = first.SummaryMetadata(LOSS).summary_description
     assert text == "nats per token, of the workers' own parameters; all workers"
     own_tags = set(second.Tags()["scalars"])
@@ -299,19 +301,30 @@ def test_the_record_of_a_round() -> None:
     traffic = Traffic(BYTES, 2 * BYTES, 0.01, 0.02, 0.1, header_sent=1, encoded=1.5, received=3)
     traffic.heard, traffic.link_bytes, traffic.link_until = {0: 1.0}, {0: BYTES}, {0: 3.0}
     traffic.dot = 3.0
-    one = Round(0, 7, 5, BYTES, weight=8.0, participants=2, flags=OUTLIER, traffic=traffic)
+    one = Round(0, 7, 5, weight=8.0, participants=2, flags=OUTLIER, traffic=traffic)
     one.applied_step, one.due, one.taken, one.begun = 6, 0.0, 0.1, 1.0
     one.ready, one.asked, one.fetched, one.applied = 4.0, 3.0, 4.0, 4.5
-    one.delta_square, one.mean_square, one.drift = 9.0, 4.0, torch.tensor(2.0)
-    fragment = Fragment(
-        0, "blocks", (FragmentParameter("weight", nn.Parameter(torch.zeros(2 * BYTES))),)
-    )
-    found = json.loads(to_line(round_record(one, fragment, clock=1000.0)))
+    one.numbers = {"round/delta_norm": 3.0, "round/mean_norm": 2.0}
+    one.numbers["round/drift_norm"] = torch.tensor(math.nan)  # was not measured
+    one.numbers |= one.exchange_numbers()
+    parameter = FragmentParameter("weight", nn.Parameter(torch.zeros(2 * BYTES)))
+    fragment = Fragment(0, "blocks", (parameter,))
+    written = round_record(one, fragment, clock=1000.0)
+    written.set_numbers({name: float(one.numbers.get(name, math.nan)) for name in OUTER_METRICS})
+    found = json.loads(to_line(written))
     assert (found["kind"], found["step"], found["fragment_name"]) == ("round", 6, "blocks")
-    assert (found["parameters"], found["values"]) == (2 * BYTES, BYTES)
-    assert found["left_out"] == ["outlier"]
-    assert (found["first_rank_delta_norm"], found["first_rank_drift_norm"]) == (3.0, 2.0)
-    assert found["first_rank_cosine_to_mean"] == pytest.approx(3 / 6)
+    assert (found["parameters"], found["left_out"]) == (2 * BYTES, ["outlier"])
+    assert found["numbers"] == {
+        "round/cosine_to_mean": pytest.approx(3 / 6),
+        "round/delta_norm": 3.0,
+        "round/dot_with_mean": 3.0,
+        "round/mean_norm": 2.0,
+        "worker/coding_seconds": pytest.approx(0.03),
+        "worker/exchange_seconds": 3.0,
+        "worker/received_bytes": 2 * BYTES,
+        "worker/sent_bytes": BYTES,
+        "worker/transfer_waiting_seconds": 0.1,
+    }
     assert (found["at_seconds"]["due"], found["at_seconds"]["applied"]) == (1000.0, 1004.5)
     assert found["heard_after_seconds"] == {"0": 0.0}
     assert found["received_bits_per_second_from"] == {"0": 8 * BYTES / 2}
@@ -398,8 +411,7 @@ def test_every_exchange_is_recorded_once_also_by_a_run_that_goes_on(
         unknown = [one for one in rounds[1] if "begun" not in one["at_seconds"]]
         assert unknown, "some were in flight"
         for one in unknown:  # processes that are gone saw what it took: not known is not nothing
-            assert not one.keys() & {"weight", "encoding_seconds"}
-            assert not [key for key in one if key.startswith("first_rank_")]
+            assert one["numbers"] == {}
 
 
 def check_records(folder: Path) -> None:
@@ -412,10 +424,12 @@ def check_records(folder: Path) -> None:
         assert all(record["sent_step"] <= record["step"] <= 20 for record in own)
     assert sum(curve(steps, "worker/fragments_applied")) == len(rounds)
     both = [one for worker in range(2) for one in records(folder, "round", worker)]
-    sent = sum(one["first_rank_sent_bytes"] for one in both)
+    sent = sum(one["numbers"][SENT] for one in both)
     for worker in range(2):
         own_steps = records(folder, worker=worker)
-        assert sum(curve(own_steps, "worker/sent_bytes")) == sent / 2, "mean over the workers"
+        own = sum(one["numbers"][SENT] for one in records(folder, "round", worker))
+        assert sum(curve(own_steps, SENT)) == own
+        assert sum(curve(own_steps, "world/sent_bytes")) == sent / 2, "mean over the workers"
         for key in ("loss/train", "loss/val", "train/tokens"):
             assert curve(own_steps, key) == curve(steps, key), key
     trained = [record for record in steps if "worker/steps" in record]
@@ -426,7 +440,7 @@ def check_records(folder: Path) -> None:
     (run,) = open_runs([folder])
     assert [worker.name for worker in run.workers] == ["worker 0", "worker 1"]
     assert all(None not in exchange for exchange in run.exchanges)
-    assert (run.totals["worker/sent_bytes"], run.totals["worker/steps"]) == (sent / 2, 20)
+    assert (run.totals["world/sent_bytes"], run.totals["worker/steps"]) == (sent / 2, 20)
 
 
 def test_streaming_after_data_parallelism_counts_its_own_steps(

@@ -48,7 +48,7 @@ class Alone(Peers):
     def _average(self, index: int) -> None:
         loop = self.loop
         state = loop.states[index]
-        round_ = Round(index, loop.step, loop.step, state.values)
+        round_ = Round(index, loop.step, loop.step)
         loop.take(round_)
         state.finish_delta()
         state.advance(None)

@@ -1,6 +1,7 @@
 """The outer step is torch's optimizer, and records of rounds say what it did to the parameters."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.config import Fragments, OuterOptimizer
 from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.metrics import OUTER_METRICS, merge_parts
 from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.outer_state import OuterState, checksum
 from torchtitan_diloco.diloco.outer_step import BLOCK
@@ -32,7 +34,7 @@ def flat(values: dict[str, Tensor]) -> Tensor:
 def _rounds(
     workers: int, ranks: int, codec: str, measure_every: int
 ) -> list[tuple[Round, dict[str, float]]]:
-    """Return every round, and its squares and scalar product from the parameters."""
+    """Return every round, and its numbers from the parameters."""
     wire, found = Quantization(codec=codec), []
     chosen = replace(PLAIN_MEAN, quantization=wire, measure_every=measure_every)
     outer, model, optimizer = start(chosen, workers, ranks)
@@ -44,38 +46,36 @@ def _rounds(
         assert len(rounds) == (step % 4 == 0)
         delta, update = before - local, after - before
         expected = {
-            "delta_square": float(delta.square().sum()),
-            "mean_square": float(update.square().sum()),
-            "drift": float((local - after).square().sum()),
-            "dot": -float(torch.dot(delta, update)),
-            "values": float(local.numel()),
+            "round/delta_norm": float(delta.norm()),
+            "round/mean_norm": float(update.norm()),
+            "round/drift_norm": float((local - after).norm()),
+            "round/dot_with_mean": -float(torch.dot(delta, update)),
+            "sync/largest_mean_delta": float(update.abs().max()),
         }
         found += [(one, expected) for one in rounds]
     return found
 
 
-def measured(round_: Round) -> dict[str, float]:
-    names = ("delta_square", "mean_square", "values")
-    found: dict[str, float] = {name: getattr(round_, name) for name in names}
-    return found | {"drift": float(round_.drift) ** 2, "dot": round_.traffic.dot}
+def measured(round_: Round, names: Iterable[str]) -> dict[str, float]:
+    return {name: float(round_.numbers.get(name, math.nan)) for name in names}
 
 
 @pytest.mark.parametrize(
     ("workers", "ranks", "codec"),
     [(1, 1, "fp32"), (2, 1, "fp4_e3m0"), (3, 1, "fp32"), (3, 1, "int8"), (2, 2, "fp32")],
 )
-def test_squares_are_those_of_the_parameters(
+def test_numbers_are_those_of_the_parameters(
     processes: ProcessPool, workers: int, ranks: int, codec: str
 ) -> None:
-    """Ranks of a worker have a part each: their values add up."""
+    """Ranks of a worker have a part each, which merge as they are declared."""
     results = processes.run(_rounds, workers * ranks, workers, ranks, codec, 1)
     for worker in range(workers):
         for shards in zip(*results[worker * ranks :][:ranks], strict=True):
-            records = [measured(round_) for round_, _ in shards]
-            for name, expected in shards[0][1].items():
-                if name != "dot" or workers > 1:
-                    total = sum(record[name] for record in records)
-                    assert total == pytest.approx(expected, rel=1e-3), name
+            expected = shards[0][1]
+            found = merge_parts([measured(one, expected) for one, _ in shards], OUTER_METRICS)
+            if workers == 1:  # its delta is the mean, and there is no exchange that measures it
+                found["round/dot_with_mean"] = found["round/delta_norm"] ** 2
+            assert found == pytest.approx(expected, rel=1e-3)
             round_ = shards[0][0]
             assert (round_.participants, round_.weight) == (workers, 8.0)
             assert (round_.fragment, round_.applied_step) == (0, round_.sent_step)
@@ -90,9 +90,9 @@ def test_squares_are_those_of_the_parameters(
 def test_nothing_is_measured_in_other_rounds(processes: ProcessPool) -> None:
     for found in processes.run(_rounds, 2, 2, 1, "fp32", 3):
         for round_, expected in found:
-            record = measured(round_)
-            assert record.pop("values") == expected["values"]
-            assert record.pop("delta_square") == pytest.approx(expected["delta_square"], rel=1e-3)
+            record = measured(round_, expected)
+            norm = record.pop("round/delta_norm")
+            assert norm == pytest.approx(expected["round/delta_norm"], rel=1e-3)
             assert all(map(math.isnan, record.values())) == (round_.outer_round == 2)
 
 

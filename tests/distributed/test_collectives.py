@@ -1,5 +1,6 @@
 """Agreement, sums, the names of lost ranks, and the step after which all save or stop."""
 
+import math
 import os
 import re
 import signal
@@ -23,6 +24,8 @@ from torchtitan_diloco.diloco.agreement import agree
 from torchtitan_diloco.distributed import collectives
 from torchtitan_diloco.distributed.collectives import (
     Asked,
+    PendingMax,
+    PendingRows,
     PendingSum,
     RanksLostError,
     StopRequest,
@@ -63,6 +66,28 @@ def test_all_ranks_get_the_same_and_the_error_of_one(processes: ProcessPool) -> 
         assert refused == ("no" if rank == 1 else "no (on rank 1)")
         assert "corpus: a on rank 0, b on rank 2" in different
         assert "text" not in different
+
+
+def _merge(workers: int) -> tuple[list[float], list[list[float]], list[list[float]]]:
+    """Return the maxima over all ranks, and the numbers of the ranks of this worker."""
+    world = join(workers)
+    largest = PendingMax(world, [-world.rank, -math.inf], "in the test")
+    rows = [PendingRows(world, one, "in the test") for one in ([world.rank, 7.0], [])]
+    found = largest.result(), rows[0].result(), rows[1].result()
+    leave_world(world)
+    return found
+
+
+@pytest.mark.parametrize(("size", "workers"), [(1, 1), (2, 2), (2, 1), (4, 2)])
+def test_ranks_get_the_largest_of_the_job_and_all_numbers_of_their_worker(
+    processes: ProcessPool, size: int, workers: int
+) -> None:
+    ranks = size // workers
+    for rank, (largest, rows, nothing) in enumerate(processes.run(_merge, size, workers)):
+        assert largest == [0.0, -math.inf]
+        first = rank // ranks * ranks
+        assert rows == [[float(other), 7.0] for other in range(first, first + ranks)]
+        assert nothing == [[]]
 
 
 def _agree_on_torch(versions: list[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_diloco.components.metrics import WORLD_TIMES
+from torchtitan_diloco.components.metrics import OF_JOB
 from torchtitan_diloco.components.records import PhaseRecord, RoundRecord, StartRecord, to_line
 
 FRAGMENTS = {"blocks.0, blocks.2": 800_000, "blocks.1, blocks.3": 800_000, "embedding": 1_200_000}
@@ -57,7 +57,7 @@ def step_records(steps: int, *, seconds: float = 0.5, seed: int = 0) -> list[dic
             }
         )
         own = records[-1]
-        own |= {f"world/{name}": own[f"worker/{name}"] for name in WORLD_TIMES}
+        own |= {name: own[of_worker] for name, of_worker in OF_JOB.items()}
         if step % 100 == 0:
             records.append({"step": step, "loss/val": loss + 0.05, "loss/bits_per_byte": 1.5})
     return records
@@ -108,14 +108,13 @@ def round_records(
                 outer_round=outer_round + 1,
                 sent_step=sent_step,
                 parameters=parameters,
-                values=parameters,
                 participants=workers,
-                first_rank_sent_bytes=1_500_000,
+                numbers={"worker/sent_bytes": 1_500_000.0},
                 **_times(due, arrivals, worker),
             )
             if outer_round % measure_every == 0:
-                record.first_rank_cosine_to_mean = 0.75 + rng.gauss(0, 0.02)
-                record.first_rank_drift_norm = 0.3 + 0.5 * math.exp(-number / 30)
+                record.numbers["round/cosine_to_mean"] = 0.75 + rng.gauss(0, 0.02)
+                record.numbers["round/drift_norm"] = 0.3 + 0.5 * math.exp(-number / 30)
             own.append(record)
     return records
 

@@ -10,7 +10,6 @@ from shutil import copytree
 import msgspec
 import pytest
 
-from tests.conftest import REPOSITORY
 from tests.report.synthetic import (
     FRAGMENTS,
     exchanges,
@@ -20,7 +19,7 @@ from tests.report.synthetic import (
     write_run,
 )
 from tests.test_trainer import LOSS
-from torchtitan_diloco.components.metrics import BASELINE, METRICS, baseline_bytes
+from torchtitan_diloco.components.metrics import BASELINE, baseline_bytes
 from torchtitan_diloco.config import load_config, to_toml
 from torchtitan_diloco.report.charts import (
     PHASES,
@@ -465,10 +464,3 @@ def test_mistakes_are_reported_in_a_line(
         Path("run/worker-0/metrics.jsonl").write_bytes(content)
     assert main(words.split()) == 2
     assert re.fullmatch(rf"error: .*{message}.*\n", capsys.readouterr().err)
-
-
-def test_the_page_explains_what_tensorboard_opens_on() -> None:
-    text = (REPOSITORY / "docs/report-and-plan.md").read_text()
-    for name, (unit, meaning, scope) in METRICS.items():
-        if not name.startswith(("worker/", "world/")):
-            assert f"| `{name}` | {unit} | {meaning} | {scope} |" in text

@@ -14,7 +14,7 @@ from torchtitan_diloco.report.page import last_to_arrive
 
 
 def record(at_seconds: dict[str, float], heard_after: float | None = None) -> RoundRecord:
-    found = RoundRecord(3, 0, "blocks", 1, 2, 100, 100)
+    found = RoundRecord(3, 0, "blocks", 1, 2, 100)
     found.at_seconds = at_seconds
     found.heard_after_seconds = {} if heard_after is None else {9: heard_after}
     return found

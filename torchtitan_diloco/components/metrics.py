@@ -1,10 +1,8 @@
-"""The numbers of a step: their names, units, meaning and scope.
+"""All metrics, and what a log, a report and the boards compute from them.
 
 A number has one name: in the records, on the boards, in a report and in the documentation
-(docs/report-and-plan.md, but for those under worker/ and world/). To add one, declare it here, and
-add it to the record in `Telemetry.open_record`, or to the outer loop's `metrics()`.
-Those under worker/ and world/ are of the steps since the last record. Without those of `GAUGES`,
-they can be summed up.
+(docs/report-and-plan.md, whose table is made from `METRICS`). It is declared once, here or, if it
+is one of the outer loop, in `OUTER_METRICS`. The declaration says how its values are merged.
 
 The shares that a log, a report and the boards show are computed here: `hidden_percent`,
 `compute_percent`, `exposed_percent` and `kept_time`. The first three are of all ranks of a job, by
@@ -15,102 +13,138 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
+from torchtitan_diloco.diloco.metrics import OUTER_METRICS, Merge, Metric, Scope
+
 Record = dict[str, Any]
 """Of a step: values by name, None if not known."""
 HOUR = 3600.0
-SENT = "worker/sent_bytes"
-RUN = "run"
-"""Scope of a number that is of the whole run."""
-JOB = "job"
-"""Scope: all workers that were started together. An island is alone."""
-WORKER = "worker"
-"""Scope: one worker."""
+SENT = "world/sent_bytes"
+CORPUS_LOSS = "loss/val/"
+"""What the names of the losses of single corpora begin with."""
 
 
-class Metric(NamedTuple):
-    unit: str
-    meaning: str
-    scope: str = WORKER
+def _seconds(meaning: str, *, of_job: bool = False) -> Metric:
+    """Return a metric of seconds that are added up over steps."""
+    return Metric("seconds", meaning, steps=Merge.SUM, ranks=Merge.MEAN, of_job=of_job)
+
+
+def _speed(unit: str, meaning: str, scope: Scope = Scope.WORKER) -> Metric:
+    return Metric(unit, meaning, scope, is_slow_at_first=True)
 
 
 METRICS = {
-    "loss/bits_per_byte": Metric("bits per byte", "of the same text as loss/val", RUN),
-    "loss/train": Metric("nats per token", "of the workers' own parameters", JOB),
-    "loss/val": Metric("nats per token", "of the shared parameters, on held-out text", RUN),
-    "speed/compute_percent": Metric("percent", "of the training time spent on computing", JOB),
-    "speed/mfu_percent": Metric("percent", "of the GPUs' bf16 peak"),
-    "speed/seconds_per_step": Metric("seconds", "without validations and saves"),
-    "speed/tokens_per_second": Metric("tokens/s", "without validations and saves", JOB),
-    "sync/exposed_percent": Metric("percent", "of the training time lost to communication", JOB),
-    "sync/hidden_percent": Metric("percent", "of the exchanges' time hidden behind training", JOB),
+    "loss/bits_per_byte": Metric("bits per byte", "of the same text as loss/val", Scope.RUN),
+    "loss/train": Metric("nats per token", "of the workers' own parameters", Scope.JOB),
+    "loss/val": Metric("nats per token", "of the shared parameters, on held-out text", Scope.RUN),
+    f"{CORPUS_LOSS}CORPUS": Metric(
+        "nats per token", "the same for the text of one of several corpora", Scope.RUN
+    ),
+    "speed/compute_percent": _speed(
+        "percent", "of the training time spent on computing", Scope.JOB
+    ),
+    "speed/mfu_percent": _speed("percent", "of the GPUs' bf16 peak"),
+    "speed/seconds_per_step": _speed("seconds", "without validations and saves"),
+    "speed/tokens_per_second": _speed("tokens/s", "without validations and saves", Scope.JOB),
+    "sync/exposed_percent": Metric(
+        "percent", "of the training time lost to communication", Scope.JOB
+    ),
+    "sync/hidden_percent": Metric(
+        "percent", "of the exchanges' time hidden behind training", Scope.JOB
+    ),
     "sync/mbit_per_second": Metric("Mbit/s", "sent to other workers, mean over the wall time"),
     "train/gradient_norm": Metric("norm", "of the last step, before clipping"),
-    "train/lr": Metric("rate", "of the inner optimizer", RUN),
-    "train/memory_gib": Metric("GiB", "peak since the start of the process"),
-    "train/phase": Metric("number", "of the mixture that is read next, 0 for data.mixture", RUN),
-    "train/tokens": Metric("tokens", "since the start of the run", RUN),
+    "train/lr": Metric("rate", "of the inner optimizer", Scope.RUN),
+    "train/memory_gib": Metric(
+        "GiB", "peak since the start of the process", steps=Merge.MAX, ranks=Merge.MAX
+    ),
+    "train/phase": Metric(
+        "number", "of the mixture that is read next, 0 for data.mixture", Scope.RUN
+    ),
+    "train/tokens": Metric("tokens", "since the start of the run", Scope.RUN),
     # TensorBoard sorts names, so the rest comes last.
-    "worker/agreement_seconds": Metric("seconds", "waiting for answers of other ranks"),
-    "worker/coding_seconds": Metric("seconds", "of the exchange thread, encoding and decoding"),
-    "worker/compute_seconds": Metric("seconds", "of the steps, without waiting"),
-    "worker/compute_spread": Metric("seconds", "standard deviation of the compute of a step"),
-    "worker/data_seconds": Metric("seconds", "waiting for data"),
+    "worker/agreement_seconds": _seconds("waiting for answers of other ranks", of_job=True),
+    "worker/compute_seconds": _seconds("of the steps, without waiting", of_job=True),
+    "worker/compute_spread": Metric(
+        "seconds",
+        "standard deviation of the compute of a step",
+        steps=Merge.MEAN,
+        ranks=Merge.MEAN,
+    ),
+    "worker/data_seconds": _seconds("waiting for data", of_job=True),
     "worker/elapsed_seconds": Metric("seconds", "since the start of the run, all its processes"),
-    "worker/exchange_seconds": Metric("seconds", "of exchanges in the background"),
-    "worker/exposed_seconds": Metric("seconds", "taking, waiting for and merging fragments"),
-    "worker/exposed_waiting_seconds": Metric("seconds", "waiting for fragments"),
-    "worker/fragments_applied": Metric("fragments", "applied"),
-    "worker/fragments_in_flight": Metric("fragments", "in flight at the end of the interval"),
-    "worker/healed_fragments": Metric("fragments", "reset to the shared parameters"),
-    "worker/participants": Metric("workers", "in the applied fragments, added up"),
-    "worker/queued_seconds": Metric("seconds", "of the steps, ready to run but without a core"),
-    "worker/received_bytes": Metric("bytes", "received by the first rank"),
-    "worker/sent_bytes": Metric("bytes", "sent by all ranks, counted, mean over workers"),
-    "worker/skipped_steps": Metric("steps", "skipped, as gradients were not finite"),
-    "worker/step_seconds": Metric("seconds", "of the steps"),
-    "worker/steps": Metric("steps", "in the interval"),
-    "worker/transfer_waiting_seconds": Metric("seconds", "of the exchange thread, for messages"),
-    "worker/wall_seconds": Metric("seconds", "without validations and saves"),
+    "worker/queued_seconds": _seconds("of the steps, ready to run but without a core"),
+    "worker/skipped_steps": Metric(
+        "steps", "skipped, as gradients were not finite", steps=Merge.SUM
+    ),
+    "worker/step_seconds": _seconds("of the steps", of_job=True),
+    "worker/steps": Metric("steps", "in the interval", steps=Merge.SUM),
+    "worker/wall_seconds": _seconds("without validations and saves", of_job=True),
+} | OUTER_METRICS
+
+
+OF_JOB = {
+    name.replace("worker/", "world/"): name for name, metric in METRICS.items() if metric.of_job
 }
-GAUGES = ("worker/compute_spread", "worker/elapsed_seconds", "worker/fragments_in_flight")
-"""Numbers under worker/ of which a sum says nothing."""
-WORLD_TIMES = (
-    "agreement_seconds",
-    "compute_seconds",
-    "data_seconds",
-    "exchange_seconds",
-    "exposed_seconds",
-    "exposed_waiting_seconds",
-    "step_seconds",
-    "wall_seconds",
-)
-"""Counters under worker/ that are also averaged over all ranks of the job, under world/."""
-for _name in WORLD_TIMES:
-    _unit, _meaning, _ = METRICS[f"worker/{_name}"]
-    METRICS[f"world/{_name}"] = Metric(_unit, f"{_meaning}, mean over ranks", JOB)
+"""Metrics of workers by the names of their means over all workers of the job."""
+METRICS |= {
+    name: METRICS[of_worker]._replace(
+        meaning=f"{METRICS[of_worker].meaning}, mean over workers",
+        scope=Scope.JOB,
+        fragments=None,
+        of_job=False,
+    )
+    for name, of_worker in OF_JOB.items()
+}
+OVER_STEPS = {name: metric.steps for name, metric in METRICS.items() if metric.steps is not None}
+
+
+def _reduced_over(scope: Scope, *merges: Merge) -> tuple[str, ...]:
+    """Return the metrics of a scope that merge over ranks in one of these ways."""
+    return tuple(
+        name for name, metric in METRICS.items() if metric.scope is scope and metric.ranks in merges
+    )
+
+
+SUMMED_OVER_JOB = _reduced_over(Scope.JOB, Merge.SUM, Merge.MEAN)
+LARGEST_OF_JOB = _reduced_over(Scope.JOB, Merge.MAX)
+MERGED_IN_WORKER = _reduced_over(Scope.WORKER, *Merge)
+
+
+def metric_of(name: str) -> Metric | None:
+    """Return the metric of a name, None if it is not declared."""
+    return METRICS.get(f"{CORPUS_LOSS}CORPUS" if name.startswith(CORPUS_LOSS) else name)
 
 
 def described(name: str, workers: int) -> str:
     """Return unit, meaning and scope in a job of so many workers, "" if it is not declared."""
-    if name not in METRICS:
+    metric = metric_of(name)
+    if metric is None:
         return ""
-    unit, meaning, scope = METRICS[name]
-    is_of_all = scope == RUN or (scope == JOB and workers > 1)
+    is_of_all = metric.scope is Scope.RUN or (metric.scope is Scope.JOB and workers > 1)
     whose = "all workers" if is_of_all else "this worker"
-    return f"{unit}, {meaning}; {whose}"
+    return f"{metric.unit}, {metric.meaning}; {whose}"
 
 
 # --- totals ---------------------------------------------------------------------------------------
 
 Totals = dict[str, float]
-"""Sums of the counters of records, which are named worker/... and world/..."""
+"""Numbers of many steps, merged from their records."""
 
 
 def add_totals(totals: Totals, record: Mapping[str, Any]) -> None:
-    for name, value in record.items():
-        is_counter = name.startswith(("worker/", "world/")) and name not in GAUGES
-        if is_counter and isinstance(value, int | float):
-            totals[name] = totals.get(name, 0.0) + value
+    """Merge the numbers of the next record into the totals, as they merge over steps.
+
+    Means are weighted with the steps of the record.
+    """
+    steps = record.get("worker/steps") or 1.0
+    steps_so_far = totals.get("worker/steps", 0.0) + steps
+    for name, merge in OVER_STEPS.items():
+        value = record.get(name)
+        if _is_number(value) and math.isfinite(value):
+            before = totals.get(name)
+            # As if each of its steps had this value, and those before it that of the totals.
+            count = steps_so_far / steps
+            totals[name] = value if before is None else merge.with_next(before, value, count)
 
 
 def totals_of(records: Iterable[Record], *, streaming: bool) -> Totals:
@@ -120,6 +154,24 @@ def totals_of(records: Iterable[Record], *, streaming: bool) -> Totals:
         if ("worker/exposed_seconds" in record) == streaming:
             add_totals(totals, record)
     return totals
+
+
+def merge_totals(islands: Sequence[Totals]) -> Totals:
+    """Return the means of the totals of islands, and the largest of maxima.
+
+    Sums are first scaled to the steps of the first island, as others may begin later.
+    """
+    steps = [totals.get("worker/steps") or 1.0 for totals in islands]
+    merged: Totals = {}
+    for name in islands[0]:
+        values = []
+        for totals, own_steps in zip(islands, steps, strict=True):
+            if name in totals:
+                is_sum = OVER_STEPS[name] is Merge.SUM
+                values.append(totals[name] * (steps[0] / own_steps if is_sum else 1.0))
+        merge = Merge.MAX if OVER_STEPS[name] is Merge.MAX else Merge.MEAN
+        merged[name] = merge.of(values)
+    return merged
 
 
 # --- bytes ----------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import msgspec
 
 from torchtitan_diloco.base.log import logger
-from torchtitan_diloco.components.metrics import METRICS, WORKER, Record
+from torchtitan_diloco.components.metrics import Record, metric_of
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.flags import FLAG_NAMES
+from torchtitan_diloco.diloco.metrics import Scope
 
 if TYPE_CHECKING:
     from torchtitan_diloco.components.boards.base import GuardedBoard
@@ -42,8 +43,8 @@ class StartRecord(msgspec.Struct, tag_field="kind", tag="start"):
 
 
 class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
-    """A worker's part of one exchange of one fragment, as its first rank sees it. An unknown number
-    is NaN."""
+    """A worker's part of one exchange of one fragment. Moments and links are those of its first
+    rank."""
 
     step: int
     """Step after which the fragment was applied."""
@@ -54,27 +55,30 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
     sent_step: int
     parameters: int
     """Number of parameters in the fragment."""
-    values: int
-    """Number of parameters of the fragment on the first rank."""
     participants: int = 0
     """Workers whose delta is in the mean."""
     left_out: list[str] = []
     """Reasons why the delta of this worker is not in the mean."""
     at_seconds: dict[str, float] = {}
     """Moments of the exchange by name, in seconds since 1970. `round_record` lists them."""
-    encoding_seconds: float = NAN
-    decoding_seconds: float = NAN
-    first_rank_sent_bytes: float = NAN
-    """Bytes that the first rank has sent. This and the following numbers are of its shard."""
-    first_rank_delta_norm: float = NAN
-    first_rank_drift_norm: float = NAN
-    """Distance of the parameters from the new shared ones. Rarely measured."""
-    first_rank_cosine_to_mean: float = NAN
-    """Cosine between the delta and the mean of all deltas. Rarely measured."""
+    numbers: dict[str, float] = {}
+    """Metrics of the round, merged over the ranks of the worker. Those that are not known, such as
+    norms that were not measured in this round, are left out."""
     heard_after_seconds: dict[int, float] = {}
     """Time from sending the header of this worker to receiving that of another, by other worker."""
     received_bits_per_second_from: dict[int, float] = {}
     """Rate at which the payload of another worker was received, by other worker."""
+
+    def number(self, name: str) -> float:
+        """Return a metric of the round, NaN if it is not known."""
+        return self.numbers.get(name, NAN)
+
+    def set_numbers(self, merged: Mapping[str, float]) -> None:
+        """Take the numbers of the worker, and compute those that follow from them."""
+        norms = merged["round/delta_norm"] * merged["round/mean_norm"]
+        cosine = merged["round/dot_with_mean"] / norms if norms else NAN
+        numbers = {**merged, "round/cosine_to_mean": cosine}
+        self.numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
 
     def seconds(self, start: str, end: str) -> float:
         """Return the time between two moments, 0 if they are in the other order."""
@@ -126,7 +130,10 @@ class PhaseRecord(msgspec.Struct, tag_field="kind", tag="phase"):
 
 
 def round_record(exchange: "Round", fragment: "Fragment", clock: float) -> RoundRecord:
-    """Return the record of a round. `clock`: the wall clock less time.perf_counter."""
+    """Return the record of a round, without its numbers, which other ranks have too.
+
+    `clock`: the wall clock less time.perf_counter.
+    """
     traffic = exchange.traffic
     moments = {
         "due": exchange.due,
@@ -140,7 +147,6 @@ def round_record(exchange: "Round", fragment: "Fragment", clock: float) -> Round
         "arrived": exchange.fetched,
         "applied": exchange.applied,
     }
-    norms = math.sqrt(exchange.delta_square * exchange.mean_square)
     rates = {other: 8 * traffic.rate(other) for other in traffic.link_bytes}
     return RoundRecord(
         step=exchange.applied_step,
@@ -149,16 +155,9 @@ def round_record(exchange: "Round", fragment: "Fragment", clock: float) -> Round
         outer_round=exchange.outer_round,
         sent_step=exchange.sent_step,
         parameters=fragment.parameters,
-        values=exchange.values,
         participants=exchange.participants,
         left_out=[name for flag, name in FLAG_NAMES.items() if exchange.flags & flag],
         at_seconds={name: clock + at for name, at in moments.items() if math.isfinite(at)},
-        encoding_seconds=traffic.encoding_seconds,
-        decoding_seconds=traffic.decoding_seconds,
-        first_rank_sent_bytes=traffic.bytes_sent,
-        first_rank_delta_norm=math.sqrt(exchange.delta_square),
-        first_rank_drift_norm=float(exchange.drift),
-        first_rank_cosine_to_mean=traffic.dot / norms if norms else NAN,
         heard_after_seconds={other: traffic.heard_after(other) for other in traffic.heard},
         received_bits_per_second_from={
             other: rate for other, rate in rates.items() if not math.isnan(rate)
@@ -265,10 +264,12 @@ class RecordFiles:
 
     def _shown(self, record: Record) -> Iterator[tuple[str, float]]:
         """Yield the values for the boards. The speed of the first step is an outlier."""
-        first = record["step"] == self._first_step
+        is_first = record["step"] == self._first_step
         for name, value in record.items():
-            of_worker = name not in METRICS or METRICS[name].scope == WORKER
-            if "/" in name and (of_worker or self._of_run) and not (first and "speed/" in name):
+            metric = metric_of(name)
+            if metric is None or (is_first and metric.is_slow_at_first):
+                continue
+            if metric.scope is Scope.WORKER or self._of_run:
                 yield name, value
 
     def close(self) -> None:

@@ -1,16 +1,17 @@
 """Telemetry of a run: measures its steps, logs lines, and writes the records of this worker.
 
-Every rank counts. At a logged step, one small sum over all ranks is started (`StopRequest`): loss,
-tokens, bytes and times. It is read after a later step, when it is there. Then the first rank of the
-run logs a line, and the first rank of each worker writes the records of the step and of the rounds
-since the last one. All other numbers are its own.
+Every rank counts. At a logged step, the numbers of all ranks are merged in the background, as their
+declarations say: those of the job in a small sum over all ranks (`StopRequest`) and a maximum, and
+those of the worker, with its rounds, among the ranks of the worker. The results are read after a
+later step, when they are there. Then the first rank of the run logs a line, and the first rank of
+each worker writes the records of the step and of the rounds since the last one.
 """
 
 import math
 import statistics
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,10 +29,9 @@ from torchtitan_diloco.base.hardware import (
 )
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.components.checkpoint_folder import folder_of_worker
+from torchtitan_diloco.components.logged_step import LoggedStep, Sums, summands
 from torchtitan_diloco.components.metrics import (
-    GAUGES,
-    SENT,
-    WORLD_TIMES,
+    OVER_STEPS,
     Record,
     Totals,
     add_totals,
@@ -43,7 +43,6 @@ from torchtitan_diloco.components.metrics import (
 from torchtitan_diloco.components.records import (
     PhaseRecord,
     RecordFiles,
-    RoundRecord,
     StartRecord,
     round_record,
 )
@@ -51,9 +50,10 @@ from torchtitan_diloco.components.run_plan import AfterStep, RunPlan
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.diloco.data_parallel import OuterLoop
+from torchtitan_diloco.diloco.metrics import Merging
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.vitals import Vitals
-from torchtitan_diloco.distributed.collectives import Asked, PendingSum
+from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
 
 RECENT = 16
@@ -85,24 +85,13 @@ class StepResult(NamedTuple):
     skipped: bool
 
 
-class Sums(NamedTuple):
-    """Numbers of a rank since the last logged step that are summed over all ranks, before those of
-    `WORLD_TIMES`."""
-
-    cross_entropy: float = 0.0
-    tokens: float = 0.0
-    sent_bytes: float = 0.0
-
-
-class _LoggedStep(NamedTuple):
-    """A logged step whose sums over ranks are in flight."""
+class _Logged(NamedTuple):
+    """A logged step whose numbers of other ranks are in flight."""
 
     progress: str
     """Progress of the run, as the console shows it."""
     steps_left: float
-    record: Record
-    rounds: list[RoundRecord]
-    sums: PendingSum
+    step: LoggedStep
 
 
 class Telemetry:
@@ -142,7 +131,7 @@ class Telemetry:
         """Seconds of the run in the processes before a resume."""
         self._agreement_before = 0.0
         self._begin_interval()
-        self._in_flight: deque[_LoggedStep] = deque()
+        self._in_flight: deque[_Logged] = deque()
         self.workers = plan.ranks // world.ranks_per_worker
         """Workers of the run: so many as have begun, or the most islands that shared a round."""
         if folder is not None:
@@ -159,8 +148,8 @@ class Telemetry:
             of_run=world.is_first,
         )
         self.totals: Totals = {}
-        """Sums over the records of this worker, including those before a resume. Those under world/
-        are of all ranks."""
+        """Merged records of this worker, including those before a resume. Those under world/ are of
+        all ranks."""
         self._done: float | None = None
         self.loss: float | None = None
         """Training loss of the latest logged step that was published."""
@@ -228,7 +217,7 @@ class Telemetry:
         return self.elapsed_before + (time.perf_counter() - self._started)
 
     def _begin_interval(self) -> None:
-        self._counters = defaultdict[str, float](float)
+        self._interval = Merging(OVER_STEPS)
         self._compute_squares = 0.0
         self._sums = Sums()
         self._rounds = list[Round]()
@@ -239,7 +228,7 @@ class Telemetry:
         """Yield the batches, and count the time of waiting for them."""
         started = time.perf_counter()
         for batch in batches:
-            self._counters["worker/data_seconds"] += time.perf_counter() - started
+            self._count(data_seconds=time.perf_counter() - started)
             yield batch
             started = time.perf_counter()
 
@@ -248,25 +237,25 @@ class Telemetry:
         started = time.perf_counter()
         waited = self._waited()
         queued = queued_seconds()
-        data = self._counters["worker/data_seconds"]
+        data = self._counted("worker/data_seconds")
         self._last = train_step()
         seconds = time.perf_counter() - started
         compute = seconds - (self._waited() - waited)
-        counters = self._counters
-        counters["worker/steps"] += 1
-        counters["worker/skipped_steps"] += self._last.skipped
-        counters["worker/step_seconds"] += seconds
-        counters["worker/compute_seconds"] += compute
-        self._compute_squares += compute**2
         queued = queued_seconds() - queued
-        counters["worker/queued_seconds"] += queued
-        self._steps.append((compute, counters["worker/data_seconds"] - data, queued))
+        self._count(
+            steps=1,
+            skipped_steps=float(self._last.skipped),
+            step_seconds=seconds,
+            compute_seconds=compute,
+            queued_seconds=queued,
+        )
+        self._compute_squares += compute**2
+        self._steps.append((compute, self._counted("worker/data_seconds") - data, queued))
         rounds = self.outer.rounds()  # at every step, as it keeps only the latest
         self._rounds = [*self._rounds, *rounds]
         self.applied = rounds
         self.workers = max([self.workers, *(exchange.participants for exchange in rounds)])
-        for name, value in self.outer.metrics().items():
-            counters[name] = value if name in GAUGES else counters[name] + value
+        self._interval.add(self.outer.metrics())
         if not self._last.skipped:
             before = self._sums
             self._sums = before._replace(
@@ -274,12 +263,19 @@ class Telemetry:
                 tokens=before.tokens + self.plan.tokens_per_step / self.plan.ranks,
             )
 
+    def _count(self, **numbers: float) -> None:
+        """Merge numbers of this worker into those of the interval."""
+        self._interval.add({f"worker/{name}": value for name, value in numbers.items()})
+
+    def _counted(self, name: str) -> float:
+        return self._interval.values.get(name, 0.0)
+
     def _waited(self) -> float:
         """Return seconds of waiting for data and communication, for differences within a step."""
-        return self._counters["worker/data_seconds"] + self.outer.exposed_seconds
+        return self._counted("worker/data_seconds") + self.outer.exposed_seconds
 
     def numbers(self, agreement_seconds: float) -> list[float]:
-        """Return what this rank adds to the sums over all ranks: `Sums`, then `WORLD_TIMES`.
+        """Return what this rank adds to the sums over all ranks: `Sums`, then `SUMMED_OVER_JOB`.
 
         They are of the time from the last logged step until now. Call it once after each step.
 
@@ -287,13 +283,13 @@ class Telemetry:
         other ranks.
         """
         now = time.perf_counter()
-        counters = self._counters
-        counters["worker/wall_seconds"] += now - self._interval_started
-        counters["worker/agreement_seconds"] += agreement_seconds - self._agreement_before
+        self._count(
+            wall_seconds=now - self._interval_started,
+            agreement_seconds=agreement_seconds - self._agreement_before,
+        )
         self._interval_started = now
         self._agreement_before = agreement_seconds
-        sums = self._sums._replace(sent_bytes=counters.get(SENT, 0.0))
-        return [*sums, *(counters.get(f"worker/{name}", 0.0) for name in WORLD_TIMES)]
+        return summands(self._sums, self._interval.values)
 
     def exclude_pause(self, seconds: float) -> None:
         """Exclude time that was not spent on training, such as validation, from the rates."""
@@ -322,12 +318,14 @@ class Telemetry:
             "train/tokens": self.plan.tokens_at(step) if run is None else run.tokens,
             "train/gradient_norm": self._last.gradient_norm,
             "train/memory_gib": peak_memory_bytes(self.world.device) / GIB,
-            **self._counters,
+            **self._interval.values,
             "worker/elapsed_seconds": self.elapsed_seconds,
         }
         if phase is not None:
             record["train/phase"] = phase
-        record |= self._rates(record)
+        compute = record["worker/compute_seconds"] / record["worker/steps"]
+        variance = self._compute_squares / record["worker/steps"] - compute**2
+        record["worker/compute_spread"] = max(0.0, variance) ** 0.5
         warning = "" if self._warned else crowded(torch.get_num_threads())
         if warning and self.world.device.type == "cpu":
             self._warned = True
@@ -335,30 +333,33 @@ class Telemetry:
         progress, steps_left = self._progress(step, None if run is None else run.steps)
         fragments = self.outer.fragments
         rounds = [
-            round_record(exchange, fragment=fragments[exchange.fragment], clock=self._clock)
+            round_record(exchange, fragments[exchange.fragment], clock=self._clock)
             for exchange in self._rounds
         ]
-        self._in_flight.append(
-            _LoggedStep(
-                progress=progress, steps_left=steps_left, record=record, rounds=rounds, sums=sums
-            )
-        )
+        logged = LoggedStep(self.world, record, rounds=rounds, exchanges=self._rounds, sums=sums)
+        self._in_flight.append(_Logged(progress=progress, steps_left=steps_left, step=logged))
         self._begin_interval()
 
     def _rates(self, record: Record) -> Record:
-        """Return the numbers that follow from the counters."""
+        """Return the numbers that follow from merged ones."""
         steps = record["worker/steps"]
         wall = record["worker/wall_seconds"]
-        compute = record["worker/compute_seconds"] / steps
         tokens = self.plan.tokens_per_step * self.world.size / self.plan.ranks * steps / wall
         rates: Record = {
             "speed/seconds_per_step": wall / steps,
             "speed/tokens_per_second": tokens,
-            "worker/compute_spread": max(0.0, self._compute_squares / steps - compute**2) ** 0.5,
         }
+        if "worker/sent_bytes" in record:
+            rates["sync/mbit_per_second"] = 8e-6 * record["worker/sent_bytes"] / wall
         if self._peak_flops is not None:
             peak = self._peak_flops * self.world.size
             rates["speed/mfu_percent"] = percent(self._flops_per_token * tokens, peak)
+        shares = {
+            "speed/compute_percent": compute_percent(record),
+            "sync/exposed_percent": exposed_percent(record),
+            "sync/hidden_percent": hidden_percent(record),
+        }
+        rates |= {name: share for name, share in shares.items() if math.isfinite(share)}
         return rates
 
     def _progress(self, step: int, done: float | None) -> tuple[str, float]:
@@ -367,7 +368,7 @@ class Telemetry:
         padded_step = f"{step:>{len(str(whole))}}"
         if done is None:
             return f"{padded_step}/{whole}", whole - step
-        own_steps = self._counters["worker/steps"]
+        own_steps = self._counted("worker/steps")
         run_steps = own_steps if self._done is None else done - self._done
         self._done = done
         # This island makes `own_steps` while the run makes `run_steps`: what is left of the run is
@@ -378,38 +379,20 @@ class Telemetry:
         return f"{padded_step}  run {100 * min(1.0, done / whole):.0f} %", left
 
     def publish(self, *, all: bool = False) -> None:
-        """Write the logged steps whose sums are there, or wait for all."""
-        while self._in_flight and (all or self._in_flight[0].sums.is_complete):
-            progress, steps_left, record, rounds, sums = self._in_flight.popleft()
+        """Write the logged steps whose numbers of other ranks are there, or wait for all."""
+        while self._in_flight and (all or self._in_flight[0].step.is_complete):
+            progress, steps_left, logged = self._in_flight.popleft()
             started = time.perf_counter()
-            numbers = sums.result()[len(Asked._fields) :]
-            self._counters["worker/agreement_seconds"] += time.perf_counter() - started
-            record |= self._of_all_ranks(numbers, record)
+            logged.merge()
+            self._count(agreement_seconds=time.perf_counter() - started)
+            record = logged.record
+            record |= self._rates(record)
             self.loss = record["loss/train"]
             add_totals(self.totals, record)
-            for round_of_fragment in rounds:
+            for round_of_fragment in logged.rounds:
                 self.files.write(round_of_fragment)
             self.files.write(record)
             logger.info(_console_line(record, progress, steps_left))
-
-    def _of_all_ranks(self, summed: Sequence[float], record: Record) -> Record:
-        """Return the numbers that all workers record alike, from the sums of `numbers`."""
-        sums = Sums(*summed[: len(Sums._fields)])
-        times = summed[len(Sums._fields) :]
-        numbers: Record = {"loss/train": sums.cross_entropy / (sums.tokens or math.nan)}
-        for name, seconds in zip(WORLD_TIMES, times, strict=True):
-            if f"worker/{name}" in record:
-                numbers[f"world/{name}"] = seconds / self.world.size
-        if SENT in record:
-            sent = sums.sent_bytes / self.world.workers
-            numbers[SENT] = sent
-            numbers["sync/mbit_per_second"] = 8e-6 * sent / record["worker/wall_seconds"]
-        shares = {
-            "speed/compute_percent": compute_percent(numbers),
-            "sync/exposed_percent": exposed_percent(numbers),
-            "sync/hidden_percent": hidden_percent(numbers),
-        }
-        return numbers | {name: share for name, share in shares.items() if math.isfinite(share)}
 
     # --- other records ----------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The workers of one job: a fixed schedule, and an exchange of deltas over a gloo group."""
 
 import hashlib
+import math
 import secrets
 import time
 import weakref
@@ -218,7 +219,6 @@ class GlooPeers(Peers):
             index,
             outer_round=loop.schedule.outer_round(index, loop.step),
             sent_step=loop.step,
-            values=loop.states[index].values,
             weight=self._weights[index],
             due=time.perf_counter(),
         )
@@ -283,8 +283,9 @@ class GlooPeers(Peers):
             outer_round=round_.outer_round,
         )
         with state.background():
-            round_.delta_square = state.finish_delta()
-            whole = delta_norms.sum_over_ranks(round_.delta_square, self._shard_group, worker)
+            square = state.finish_delta()
+            round_.numbers["round/delta_norm"] = math.sqrt(square)
+            whole = delta_norms.sum_over_ranks(square, self._shard_group, worker)
             # In the beginning, rounds have another length, so their norms are not comparable.
             norms = delta_norms.DeltaNorms() if average else state.norms
             flags = norms.judge(whole, loop.config.delta_norm_limit)
@@ -313,7 +314,7 @@ class GlooPeers(Peers):
         lr = None if average else loop.config.outer_lr_after(round_.sent_step)
         with state.background():
             if round_.participants:
-                round_.mean_square = state.advance(lr, measured=measured)
+                round_.numbers |= state.advance(lr, measured=measured)
             else:
                 state.keep_copy()
         round_.ready = time.perf_counter()
@@ -343,7 +344,6 @@ class GlooPeers(Peers):
             round_ = Round.loaded(
                 index,
                 loop.schedule.outer_round(index, fragment.sent_step),
-                loop.states[index].values,
                 sent_step=fragment.sent_step,
                 participants=fragment.participants,
                 flags=fragment.flags,

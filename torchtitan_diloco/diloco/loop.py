@@ -66,7 +66,8 @@ class Loop:
         round_.applied_step = self.step
         measured = is_measured(round_.outer_round, self.config.measure_every)
         begin = state.moment()
-        round_.drift = state.apply(copy, mode, share, measured=measured)
+        drift = state.apply(copy, mode, share, measured=measured)
+        round_.numbers["round/drift_norm"] = drift
         round_.applying = begin, state.moment()
         if mode is Mode.RESET:
             self.start_afresh(round_.fragment)

@@ -12,6 +12,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 from torchtitan_diloco.diloco.delta_norms import DeltaNorms
 from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
 from torchtitan_diloco.diloco.fragments import Fragment
+from torchtitan_diloco.diloco.metrics import OUTER_METRICS, merge_parts
 from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.outer_step import AVERAGE, BLOCK, outer_step
 
@@ -311,11 +312,11 @@ class OuterState:
         return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 
     @torch.no_grad()
-    def advance(self, lr: float | None, *, measured: bool = False) -> float:
+    def advance(self, lr: float | None, *, measured: bool = False) -> dict[str, float]:
         """Turn the mean in `delta` into the next shared copy, and start to stage it.
 
         `lr`: learning rate of the outer optimizer. None: average plainly, without it. If measured,
-        return the squared norm of the mean, otherwise NaN.
+        return numbers of the mean for the round.
         """
         optimizer = self._config
         if lr is None:
@@ -324,18 +325,18 @@ class OuterState:
         else:
             self.optimizer_steps += 1
         rows = list[Tensor]()
-        mean_square = 0.0 if measured else math.nan
+        measurements = list[dict[str, float]]()
         # All buffers advance block by block, so that a block is in cache for its whole step.
         buffers = (self.outer, self.delta, *self.slots.values())
         blocks = (buffer.split(self._block) for buffer in buffers)
         for theta, delta, *slots in zip(*blocks, strict=True):
             if measured:
-                mean_square += float(torch.linalg.vector_norm(delta)) ** 2
+                measurements.append(_measure_mean(delta))
             outer_step(optimizer, theta, delta, slots, count=self.optimizer_steps, lr=lr)
             rows.append(row_sums(delta))
         self.checksum = checksum_of(rows)
         self._stage()
-        return mean_square
+        return merge_parts(measurements, OUTER_METRICS) if measured else {}
 
     @torch.no_grad()
     def keep_copy(self) -> None:
@@ -385,6 +386,15 @@ def mode_after(
     # The copy contains nothing of a worker that was dropped, and nothing new without participants.
     share = 1.0 if flags & DROPPED or not participants else mixing
     return Mode.TAKE_BACK if is_sparse and share < 1 else Mode.MIX, share
+
+
+def _measure_mean(block: Tensor) -> dict[str, float]:
+    """Return numbers of a block of the mean of all deltas. An empty one counts as a zero."""
+    values = block if block.numel() else block.new_zeros(1)
+    return {
+        "round/mean_norm": float(torch.linalg.vector_norm(values)),
+        "sync/largest_mean_delta": float(torch.linalg.vector_norm(values, ord=math.inf)),
+    }
 
 
 def take_back(change: Tensor, sent: Tensor | float) -> None:

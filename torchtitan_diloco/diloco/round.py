@@ -1,4 +1,4 @@
-"""Measurements of rounds of fragments on this rank, and their totals between two reports."""
+"""Measurements of rounds of fragments on this rank, and their numbers between two reports."""
 
 import math
 from collections import deque
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from torchtitan_diloco.diloco.metrics import OUTER_METRICS, OVER_FRAGMENTS, Merging
 
 NEVER = math.nan
 LEAST_LINK_BYTES = 16_384
@@ -55,13 +57,12 @@ class Round:
     """One round of one fragment on this rank, from send to apply.
 
     The training thread sets the fields of the send and the apply, the background thread the others.
-    Unknown values are NaN. Squares are sums over this rank's shard of the fragment.
+    Unknown values are NaN.
     """
 
     fragment: int
     outer_round: int
     sent_step: int
-    values: int
     weight: float = 0.0
     participants: int = 0  # workers whose delta went into the mean
     flags: int = 0  # of this worker's header
@@ -74,36 +75,23 @@ class Round:
     fetched: float = NEVER
     applied: float = NEVER
     traffic: Traffic = field(default_factory=Traffic)
-    delta_square: float = NEVER  # the only norm that is known in every round
-    mean_square: float = NEVER
     applying: Span = (None, None)
-    drift: Tensor = field(default_factory=lambda: torch.tensor(NEVER))
-    """Distance of this worker's parameters from the new shared ones, before mixing."""
+    numbers: dict[str, float | Tensor] = field(default_factory=dict)
+    """Values of `OUTER_METRICS` for the shard of this rank. A tensor is read when the round is
+    reported, so that training does not wait for a GPU."""
 
     @staticmethod
     def loaded(
-        fragment: int,
-        outer_round: int,
-        values: int,
-        *,
-        sent_step: int,
-        participants: int,
-        flags: int,
+        fragment: int, outer_round: int, *, sent_step: int, participants: int, flags: int
     ) -> "Round":
         """Return a round in flight from a saved state. It was measured by another process."""
-        round_ = Round(fragment, outer_round, sent_step, values, weight=NEVER)
+        round_ = Round(fragment, outer_round, sent_step, weight=NEVER)
         round_.participants = participants
         round_.flags = flags
-        round_.traffic = Traffic(
-            bytes_sent=NEVER,
-            bytes_received=NEVER,
-            encoding_seconds=NEVER,
-            decoding_seconds=NEVER,
-        )
         return round_
 
-    def exchange_sums(self) -> dict[str, float]:
-        """Return what the exchange adds to the totals, or nothing if another process did it."""
+    def exchange_numbers(self) -> dict[str, float]:
+        """Return the numbers of the exchange, or none if another process made it."""
         traffic = self.traffic
         seconds = self.ready - self.begun
         if math.isnan(seconds):
@@ -114,6 +102,7 @@ class Round:
             "worker/transfer_waiting_seconds": traffic.waiting_seconds,
             "worker/sent_bytes": traffic.bytes_sent,
             "worker/received_bytes": traffic.bytes_received,
+            "round/dot_with_mean": traffic.dot,
         }
 
 
@@ -122,44 +111,35 @@ InFlight = tuple[Round, "Future[None]"]
 
 
 class Meter:
-    """Totals of the outer loop since the last call of `take`, and its latest rounds."""
-
-    TOTALS = (
-        "worker/fragments_applied",
-        "worker/participants",
-        "worker/healed_fragments",
-        "worker/exposed_seconds",
-        "worker/exposed_waiting_seconds",
-        "worker/exchange_seconds",
-        "worker/coding_seconds",
-        "worker/transfer_waiting_seconds",
-        "worker/sent_bytes",
-        "worker/received_bytes",
-    )
+    """Numbers of the outer loop since the last call of `take`, and its latest rounds."""
 
     def __init__(self) -> None:
         self._exposed_seconds = 0.0
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._sums = dict.fromkeys(self.TOTALS, 0.0)
+        self._merged = Merging(OVER_FRAGMENTS, sums_from_zero=True)
         self._rounds: deque[Round] = deque(maxlen=256)
 
     def applied(self, round_: Round) -> None:
         self.waited(round_.fetched - round_.asked)
         self.expose(round_.applied - round_.fetched, round_.applying)
-        sums = round_.exchange_sums()
-        sums |= {"worker/participants": round_.participants, "worker/fragments_applied": 1}
-        for name, value in sums.items():
-            self._sums[name] += value
+        round_.numbers |= round_.exchange_numbers()
+        self._merged.add(
+            {
+                name: float(value)
+                for name, value in round_.numbers.items()
+                if OUTER_METRICS[name].fragments is not None
+            }
+        )
+        counts = {"worker/participants": round_.participants, "worker/fragments_applied": 1}
+        self._merged.add(counts)
         self._rounds.append(round_)
 
     def healed(self) -> None:
-        self._sums["worker/healed_fragments"] += 1
+        self._merged.add({"worker/healed_fragments": 1})
 
     def take(self) -> dict[str, float]:
         self._read_spans()
-        taken = self._sums
-        self._sums = dict.fromkeys(self.TOTALS, 0.0)
-        return taken
+        return self._merged.take()
 
     @property
     def exposed_seconds(self) -> float:
@@ -175,14 +155,14 @@ class Meter:
     def waited(self, seconds: float) -> None:
         """Count seconds in which the training thread waited."""
         self.expose(seconds)
-        self._sums["worker/exposed_waiting_seconds"] += seconds
+        self._merged.add({"worker/exposed_waiting_seconds": seconds})
 
     def expose(self, seconds: float, span: Span = (None, None)) -> None:
         """Count seconds of the training thread. On a GPU, it only queues work, so the seconds of
         that work count as soon as they are known."""
         begin, end = span
         if begin is None or end is None:
-            self._sums["worker/exposed_seconds"] += seconds
+            self._merged.add({"worker/exposed_seconds": seconds})
             self._exposed_seconds += seconds
         else:
             self._spans.append((begin, end))

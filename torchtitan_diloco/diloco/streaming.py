@@ -242,7 +242,7 @@ class StreamingDiLoCo:
     # --- reports ----------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Return totals of this rank since the last call.
+        """Return the numbers of this rank since the last call, merged over rounds (metrics.py).
 
         `exposed` seconds are those of the training thread, others those of the background thread.
         An exchange counts when its result is applied.

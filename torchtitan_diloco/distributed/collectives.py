@@ -5,6 +5,7 @@ import os
 import signal
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_diloco.base.log import is_first_on_node, logger
 from torchtitan_diloco.base.messages import TransferError, gather_objects, transfers
@@ -52,27 +54,36 @@ def on_all_ranks(group: dist.ProcessGroup | None, task: Callable[[], Value]) -> 
     return value
 
 
-class PendingSum:
-    """Element-wise sum over all ranks in the background, exact for counts up to 2**53.
+class Pending(ABC):
+    """A collective of some numbers in the background, over a group of ranks, None for one rank.
 
-    `where` completes the error message if ranks are lost during the reduction.
+    `where` completes the error message if ranks are lost during it.
     """
 
-    def __init__(self, world: World, values: Sequence[float], where: str) -> None:
+    def __init__(
+        self,
+        world: World,
+        values: Sequence[float],
+        where: str,
+        *,
+        group: dist.ProcessGroup | None,
+    ) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)
         self._world = world
         self._where = where
-        self._work = None
-        if world.control is not None and values:
+        self._work: dist.Work | None = None
+        if group is not None and values:
             with naming_lost_ranks(world, where), transfers():
-                self._work = dist.all_reduce(self._values, group=world.control, async_op=True)
+                self._work = self._start(group)
+
+    @abstractmethod
+    def _start(self, group: dist.ProcessGroup) -> dist.Work: ...
 
     @property
     def is_complete(self) -> bool:
         return self._work is None or self._work.is_completed()
 
-    def result(self) -> list[float]:
-        """Wait for the reduced values and return them."""
+    def _wait(self) -> None:
         if self._work is not None:
             with naming_lost_ranks(self._world, self._where):
                 self._world.liveness.wait_for(
@@ -80,8 +91,49 @@ class PendingSum:
                 )
                 with transfers():
                     self._work.wait()  # raises its error
+
+
+class PendingSum(Pending):
+    """Element-wise sum over all ranks, exact for counts up to 2**53."""
+
+    _operation = dist.ReduceOp.SUM
+
+    def __init__(self, world: World, values: Sequence[float], where: str) -> None:
+        super().__init__(world, values, where, group=world.control)
+
+    def _start(self, group: dist.ProcessGroup) -> dist.Work:
+        work: dist.Work = dist.all_reduce(self._values, self._operation, group=group, async_op=True)
+        return work
+
+    def result(self) -> list[float]:
+        """Wait for the reduced values and return them."""
+        self._wait()
         values: list[float] = self._values.tolist()
         return values
+
+
+class PendingMax(PendingSum):
+    """Element-wise maximum over all ranks."""
+
+    _operation = dist.ReduceOp.MAX
+
+
+class PendingRows(Pending):
+    """The numbers of each rank of this worker."""
+
+    def __init__(self, world: World, values: Sequence[float], where: str) -> None:
+        self._rows: list[Tensor] = []
+        super().__init__(world, values, where, group=world.in_worker)
+
+    def _start(self, group: dist.ProcessGroup) -> dist.Work:
+        self._rows = [torch.empty_like(self._values) for _ in range(group.size())]
+        work: dist.Work = dist.all_gather(self._rows, self._values, group=group, async_op=True)
+        return work
+
+    def result(self) -> list[list[float]]:
+        """Wait for the numbers and return them by rank in the worker."""
+        self._wait()
+        return [row.tolist() for row in self._rows or [self._values]]
 
 
 class RanksLostError(PeersLostError):

@@ -49,6 +49,8 @@ class World:
     """All ranks, on the CPU: bookkeeping must not queue behind the collectives of training."""
     reports: GlooReports = field(default_factory=lambda: GlooReports(Liveness(None)))
     """Say for whom this rank waits."""
+    in_worker: dist.ProcessGroup | None = None
+    """The ranks of this worker, on the CPU, for bookkeeping, if they are several."""
     shards: dist.ProcessGroup | None = None
     """The ranks of this worker, on the CPU, only for the outer loop's background thread."""
     saving: dist.ProcessGroup | None = None
@@ -177,6 +179,9 @@ def join_world(
         control = _own_group(grid.view(1, size), "gloo", link.timeout_seconds)
         saving = _own_group(grid.view(1, size), "gloo", SAVING_TIMEOUT_SECONDS)
         liveness = _watch_peers(grid, rank)
+    in_worker = control
+    if workers > 1 and ranks_per_worker > 1:
+        in_worker = _own_group(grid, "gloo", link.timeout_seconds)
     inside = _own_group(grid, inner_backend, inner_timeout, device=chosen)
     shards = _own_group(grid, "gloo", link.timeout_seconds)
     row = grid[rank // ranks_per_worker]
@@ -190,6 +195,7 @@ def join_world(
         ),
         control=control,
         reports=GlooReports(liveness),
+        in_worker=in_worker if ranks_per_worker > 1 else None,
         shards=shards if ranks_per_worker > 1 else None,
         saving=saving,
         host_mesh=DeviceMesh.from_group(shards, "cpu", mesh=row, mesh_dim_names=(FSDP,)),

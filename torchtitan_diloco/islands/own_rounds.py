@@ -26,16 +26,14 @@ class OwnRounds:
         """Fragments that were sent and not applied yet, as a view of them."""
         return self._sent.keys()
 
-    def begin(self, part: Part, step: int, values: int) -> Round:
-        """Return the round of a part that is sent now. `values`: number of those of the shard."""
-        round_ = Round(part.fragment, part.base + 1, step, values, due=time.perf_counter())
+    def begin(self, part: Part, step: int) -> Round:
+        """Return the round of a part that is sent now."""
+        round_ = Round(part.fragment, part.base + 1, step, due=time.perf_counter())
         round_.weight = part.weight
         self._sent[part.fragment] = round_
         return round_
 
-    def end(
-        self, apply: Apply, step: int, values: int, *, waited: float, prepared: Prepared | None
-    ) -> Round:
+    def end(self, apply: Apply, step: int, *, waited: float, prepared: Prepared | None) -> Round:
         """Return the round whose version is applied now.
 
         `waited`: seconds for which training has waited for it. `prepared`: its download, on the
@@ -44,7 +42,7 @@ class OwnRounds:
         now = time.perf_counter()
         round_ = self._sent.pop(apply.fragment, None) if apply.mode is Mode.MIX else None
         if round_ is None:
-            round_ = Round(apply.fragment, apply.version, step, values)
+            round_ = Round(apply.fragment, apply.version, step)
             round_.due = round_.taken = round_.begun = round_.ready = now
         round_.outer_round = apply.version
         round_.asked = now - waited

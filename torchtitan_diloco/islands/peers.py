@@ -404,15 +404,14 @@ class IslandPeers(Peers):
         """Apply a version to the model."""
         loop = self._loop
         prepared = None if self._link is None else self._link.prepared(apply)
-        values = loop.states[apply.fragment].values
-        round_ = self._rounds.end(apply, loop.step, values, waited=waited, prepared=prepared)
+        round_ = self._rounds.end(apply, loop.step, waited=waited, prepared=prepared)
         round_.participants = self._last.participants
         loop.apply(round_, self._copy_of(apply), apply.mode, apply.share)
 
     def _send(self, part: notes.Part) -> None:
         assert hasattr(self, "seat"), "nothing is sent before the first step"
         loop = self._loop
-        round_ = self._rounds.begin(part, loop.step, loop.states[part.fragment].values)
+        round_ = self._rounds.begin(part, loop.step)
         loop.take(round_)
         self._encoded.append(loop.background.submit(partial(self._encode, part, round_)))
 
@@ -442,8 +441,9 @@ class IslandPeers(Peers):
         state = self._loop.states[part.fragment]
         payload = None
         with state.background():
-            round_.delta_square = state.finish_delta()
-            square = sum_over_ranks(round_.delta_square, self._ranks.uploads, 0)
+            of_shard = state.finish_delta()
+            round_.numbers["round/delta_norm"] = math.sqrt(of_shard)
+            square = sum_over_ranks(of_shard, self._ranks.uploads, 0)
             if math.isfinite(square):
                 block_size = self._loop.config.quantization.block_size
                 header = Header(part.codec, block_size, part.ranks)

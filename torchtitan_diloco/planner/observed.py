@@ -37,7 +37,7 @@ def observed_conditions(folder: Path, workers: int) -> Conditions:
     coded = []
     stepped = []
     for record in rounds:
-        coding_seconds = record.encoding_seconds + record.decoding_seconds
+        coding_seconds = record.number("worker/coding_seconds")
         coded.append((coded_bytes(record.parameters, workers, codec), coding_seconds))
         stepped.append((4 * record.parameters, record.seconds("received", "ready")))
     return Conditions(

@@ -321,9 +321,8 @@ def _text(left: float, bottom: float, text: str, *, color: str, anchor: str) -> 
 
 def _tooltip(phase: Phase, names: Sequence[str]) -> str:
     record = phase.round
-    sent = ""
-    if np.isfinite(record.first_rank_sent_bytes):
-        sent = f", {short_number(record.first_rank_sent_bytes)}B sent by its first rank"
+    size = record.number("worker/sent_bytes")
+    sent = f", {short_number(size)}B sent" if np.isfinite(size) else ""
     return (
         f"{names[phase.worker]}: {phase.name} {brief(phase.seconds)}\n"
         f"fragment {record.fragment} ({record.fragment_name}), round {record.outer_round}{sent}"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchtitan_diloco.components.metrics import BASELINE, time_shares
+from torchtitan_diloco.components.metrics import BASELINE, CORPUS_LOSS, SENT, time_shares
 from torchtitan_diloco.components.records import NAN, number
 from torchtitan_diloco.islands.past import Interval
 from torchtitan_diloco.islands.stays import GAP_FACTOR, LEAST_GAP, Lanes, Stay, lanes_of
@@ -53,18 +53,12 @@ TIMELINE_CAPTION = (
     "Lower lane: its exchanges in the background. Numbers are fragments. The workers' clocks are "
     "aligned at the moment when all headers have arrived, those of islands are not."
 )
-OF_FIRST_RANK = " Of the shard of the first rank of each worker."
-COSINE_CAPTION = (
-    f"1: all workers move in the same direction; near 0: in unrelated directions.{OF_FIRST_RANK}"
-)
-DRIFT_CAPTION = (
-    f"Distance of a worker from the new shared parameters before it merged them.{OF_FIRST_RANK}"
-)
+COSINE_CAPTION = "1: all workers move in the same direction; near 0: in unrelated directions."
+DRIFT_CAPTION = "Distance of a worker from the new shared parameters before it merged them."
 MARK_CAPTION = "Vertical line: a mixture of corpora begins."
-CORPUS_LOSS = "loss/val/"
 DRIFT_UNIT = "root mean square over parameters"
-COSINE = "first_rank_cosine_to_mean"
-DRIFT = "first_rank_drift_norm"
+COSINE = "round/cosine_to_mean"
+DRIFT = "round/drift_norm"
 
 
 class Axis(NamedTuple):
@@ -391,11 +385,9 @@ def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
     """Draw the bytes that a worker has sent, and those of the baseline."""
     curves: list[Curve] = []
     for series, run in enumerate(runs):
-        times, sent = x.curve(run, "worker/sent_bytes")
+        times, sent = x.curve(run, SENT)
         if np.nansum(sent):
-            counted = [
-                record for record in run.source.steps if record.get("worker/sent_bytes") is not None
-            ]
+            counted = [record for record in run.source.steps if record.get(SENT) is not None]
             steps = np.cumsum([number(record.get("worker/steps")) for record in counted])
             expected = run.baseline_bytes(steps)
             curves.append(Curve("sent", times, np.nancumsum(sent), series=series))
@@ -468,25 +460,25 @@ def latest(run: Run, count: int) -> list[Exchange]:
     return shown
 
 
-def _rounds(run: Run, field: str, *, title: str, unit: str, caption: str) -> Figure | None:
-    """Draw the mean of a field over the workers, by fragment."""
+def _rounds(run: Run, name: str, *, title: str, unit: str, caption: str) -> Figure | None:
+    """Draw the mean of a metric of rounds over the workers, by fragment."""
     names = dict[int, str]()
     points = defaultdict[int, list[tuple[int, float]]](list)
     for exchange in run.exchanges:
         known = [record for record in exchange if record is not None]
         first = known[0]
         names[first.fragment] = first.fragment_name
-        values = np.array([getattr(record, field) for record in known])
+        values = np.array([record.number(name) for record in known])
         if math.isfinite(mean := of_known(np.mean, values)):
             step = max(record.step for record in known)
-            size = math.sqrt(first.values) if field == DRIFT else 1.0
+            size = math.sqrt(first.parameters) if name == DRIFT else 1.0
             points[first.fragment].append((step, mean / size))
     curves = []
     for place, fragment in enumerate(sorted(points)[:MAX_FRAGMENTS]):
         steps, means = np.array(points[fragment]).T
-        name = f"{fragment}: {names[fragment]}"
+        label = f"{fragment}: {names[fragment]}"
         repeats_color = place >= len(SERIES)
-        curves.append(Curve(name, steps, means, series=place, dashed=repeats_color))
+        curves.append(Curve(label, steps, means, series=place, dashed=repeats_color))
     return _line_figure(
         [run],
         curves,

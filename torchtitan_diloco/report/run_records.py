@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from torchtitan_diloco.base.user import UserError, no_run
 from torchtitan_diloco.components.metrics import (
     GRADIENTS,
+    SENT,
     Gradients,
     Record,
     Totals,
     all_reduce_bytes,
     baseline_bytes,
     kept_time,
+    merge_totals,
     totals_of,
 )
 from torchtitan_diloco.components.records import (
@@ -105,7 +107,7 @@ class Worker:
 
     @cached_property
     def totals(self) -> Totals:
-        """Sums over the steps with the last method of the run."""
+        """Numbers of all steps with the last method of the run."""
         logged = [record for record in self.steps if "worker/steps" in record]
         return totals_of(logged, streaming="worker/exposed_seconds" in (logged or [{}])[-1])
 
@@ -165,22 +167,10 @@ class Run:
 
     @cached_property
     def totals(self) -> Totals:
-        """Totals of the curves' worker, where world/ is of all ranks. Of islands, the means of
-        their totals, for the steps of the first: others may begin later."""
+        """Totals of the curves' worker, where world/ is of all ranks, or those of all islands."""
         if not self.is_of_islands:
             return self.source.totals
-        steps_of_first = self.workers[0].totals.get("worker/steps") or 1.0
-        scaled = list[Totals]()
-        for worker in self.workers:
-            steps = worker.totals.get("worker/steps") or 1.0
-            scaled.append(
-                {name: value * steps_of_first / steps for name, value in worker.totals.items()}
-            )
-        means: Totals = {}
-        for name in scaled[0]:
-            values = np.array([totals.get(name, np.nan) for totals in scaled])
-            means[name] = of_known(np.mean, values)
-        return means
+        return merge_totals([worker.totals for worker in self.workers])
 
     @cached_property
     def exchanges(self) -> list[list[RoundRecord | None]]:
@@ -295,7 +285,7 @@ class Run:
         known."""
         gradients = self.averaged_gradients
         if gradients is None:
-            return self.totals.get("worker/sent_bytes", np.nan)
+            return self.totals.get(SENT, np.nan)
         if self.parameters is None or self.size <= 1:
             return np.nan
         each_step = all_reduce_bytes(self.parameters, self.size, each=gradients.bytes_each)
