@@ -28,7 +28,7 @@ from torchtitan_diloco.islands.scratch import Scratch
 
 PAGE = (REPOSITORY / "docs/algorithm.md").read_text()
 STEPS = 48
-SIGNUM = {"name": "signum", "lr": 0.02, "warmup": 30}
+SIGNUM: dict[str, Any] = {"name": "signum", "lr": 0.02, "warmup": 30}
 
 
 @contextmanager
@@ -63,7 +63,8 @@ def _losses(codec: str, outer_settings: dict[str, Any]) -> tuple[float, float, d
             losses.append(float(torch.stack(seen).mean()))
         shared = {name: full(value) for name, value in outer.global_state_dict().items()}
         outer.close()
-        return *losses, shared
+        before, after = losses
+        return before, after, shared
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,11 @@ def test_busy_cores_are_found() -> None:
 def test_wrong_numbers_are_found(fate: Fate, flag: int) -> None:
     run = WrittenRun()
     run.rounds(3)
-    run.norm = fate
+    run.fate = fate
     run.rounds(1, B)
     reports = reports_of(run.state)
     assert (reports["a"].flags, reports["b"].flags) == (0, flag)
-    run.norm = 1.0
+    run.fate = Fate.NONE
     run.rounds(2)
     assert reports_of(run.state)["b"].flags == 0, "a good part came"
 

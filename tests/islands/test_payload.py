@@ -204,7 +204,9 @@ def test_a_merge_finds_the_norm_of_each_part(
         for values, weight in zip((good, bad), weights, strict=True)
     ]
     state = begun(scratch)
-    merged = merge(state, scratch.take(0), LAYOUT, parts, new_settings(codec), 7)
+    merged = merge(
+        state, scratch.take(0), LAYOUT, parts, new_settings(codec), weight_of_all=7, clock=7
+    )
     assert merged.norms == [
         pytest.approx(float(good.norm()), rel=0.1),
         pytest.approx(math.nan, nan_ok=True),

@@ -64,7 +64,7 @@ class Direction(NamedTuple):
     slots: Sequence[Tensor]
     """States of the optimizer for the same parameters, in the order of `OuterRule.slots`, which the
     rule updates. All were zeros before the first step."""
-    count: int
+    steps: int
     """Number of steps with these states, including this one."""
 
 
@@ -91,8 +91,8 @@ def adam(step: Direction) -> None:
     delta = step.delta
     first, second = step.slots
     square = delta * delta
-    first.add_(delta.sub_(first).mul_(_newest_share(config.momentum, step.count)))
-    second.add_(square.sub_(second).mul_(_newest_share(config.beta2, step.count)))
+    first.add_(delta.sub_(first).mul_(_newest_share(config.momentum, step.steps)))
+    second.add_(square.sub_(second).mul_(_newest_share(config.beta2, step.steps)))
     square.copy_(second.double().sqrt_()).add_(constant(config.epsilon))
     torch.div(first, square, out=delta)
 
