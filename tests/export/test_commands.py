@@ -117,7 +117,7 @@ def test_the_loss_of_a_mixture_is_the_mean_that_the_run_printed(
     (folder, _) = processes.run(run, 2, chosen(corpus, tmp_path / "mixed", **changes))
     expected = curve(records(Path(folder)), VALIDATION)[-1]
     result = validation_of(open_saved(Path(folder)))
-    words, digits = (result.of_corpora[text] for text in texts)
+    words, digits = (result.of_corpora[text].loss for text in texts)
     assert result.loss == pytest.approx(expected, abs=1e-4)
     assert result.loss == pytest.approx(0.75 * words + 0.25 * digits)
     assert abs(words - digits) > 0.1
