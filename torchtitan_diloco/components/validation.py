@@ -87,8 +87,8 @@ def open_held_out(
         )
     _check_text(data, too_short)
     if world.is_first:
-        for name, error in too_short.items():
-            logger.warning(f"{name} is only read in a phase, and is not validated: {error}")
+        for name, reason in too_short.items():
+            logger.warning(f"{name} is only read in a phase, and is not validated: {reason}")
     return held_out
 
 
