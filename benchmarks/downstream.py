@@ -233,10 +233,11 @@ def fine_tune(saved: SavedModel, examples: Mapping[str, Sequence[Example]], step
 
 
 def held_out_loss(saved: SavedModel, device: torch.device) -> float:
-    """Return the loss that the run reports, here of the parameters that the model has."""
+    """Return the loss that the run reports at its end, here of the parameters that the model
+    has."""
     world = World(rank=0, size=1, workers=1, device=device)
     held_out = open_held_out(saved.config, saved.tokenizer, world, each_worker_has_its_own=False)
-    return validate(saved.model, held_out, world).loss
+    return validate(saved.model, held_out, world, saved.config.data.mixtures[-1]).loss
 
 
 def measure(source: Source, count: int, steps: int) -> core.Record:

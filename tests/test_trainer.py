@@ -25,10 +25,12 @@ from torchtitan_diloco.components.checkpoint_folder import Manifest
 from torchtitan_diloco.components.optimizer import gradient_norm
 from torchtitan_diloco.components.records import read_records
 from torchtitan_diloco.components.run_plan import AfterStep, RunPlan
+from torchtitan_diloco.components.sampling import Sampler
 from torchtitan_diloco.components.telemetry import StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config import Config, load_config, to_toml
 from torchtitan_diloco.config.schema import Checkpoint, Metrics
+from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.distributed.world import FSDP, World, join_world, leave_world, world_of_one
 from torchtitan_diloco.report.run_records import open_runs
@@ -165,13 +167,26 @@ def test_the_saved_configuration_is_that_of_the_latest_start(text: Path) -> None
     assert {path.name for path in folder.iterdir()} == kept
 
 
+def assert_means(folder: Path, expected: dict[int, dict[Path, float]]) -> None:
+    """The loss and the bits per byte after each of these steps are means of those of the corpora,
+    in these shares."""
+    validations = {record["step"]: record for record in records(folder) if VALIDATION in record}
+    assert list(validations) == list(expected)
+    for step, shares in expected.items():
+        for name in (VALIDATION, "loss/bits_per_byte"):
+            parts = {path: validations[step][f"{name}/{path}"] for path in expected[3]}
+            mean = sum(share * parts[path] for path, share in shares.items())
+            assert validations[step][name] == pytest.approx(mean, rel=1e-12)
+            assert len(set(parts.values())) == 2
+
+
 def test_phases_of_the_data_are_recorded(text: Path) -> None:
     """Once each, also if the run is resumed, and boards show those after the start."""
     other = text.with_name("other.txt")
     other.write_text(text.read_text()[::-1])
     weights = {"data.corpus": "", "data.mixture": f"{text}=3 {other}=1"}
     phases = {"data.phases": f'[{{start = 0.5, mixture = {{"{other}" = 1}}}}]'}
-    chosen = settings(text, metrics__tensorboard="true") | weights | phases
+    chosen = settings(text, metrics__tensorboard="true", validation__every=3) | weights | phases
     for stop_after in ("3", "6", "0"):
         train(chosen | {"training.stop_after": stop_after})
     folder = Path(chosen["run.folder"])
@@ -184,6 +199,7 @@ def test_phases_of_the_data_are_recorded(text: Path) -> None:
 
     assert recorded(folder) == [(0, 0, 0.0, mixture), (4, 1, 0.5, f"100 % {other}")]
     assert curve(records(folder), "train/phase") == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert_means(folder, {3: {text: 0.75, other: 0.25}, 6: {other: 1.0}, 8: {other: 1.0}})
     board = EventAccumulator(str(folder / "worker-0")).Reload()
     (shown,) = board.Tensors("phases/text_summary")
     assert (shown.step, shown.tensor_proto.string_val) == (4, [f"100 % {other}".encode()])
@@ -239,6 +255,9 @@ def test_each_part_knows_whether_it_is_due(tmp_path: Path, after: AfterStep, exp
     assert saves(5, at_end=False) == ("save" in expected and "at end" not in expected)
     never = Validator(0, model, [], world, outer)
     assert not never.is_due(after)
+    for every in (4, 0):
+        sampler = Sampler(every, [], 8, build_tokenizer("bytes"), model, outer)
+        assert sampler.is_due(after) == (every > 0 and "validate" in expected)
     assert saves(0, at_end=False) == (after.paused or after.asked_to_save)
     assert after.stops == (after.finished or after.paused or after.asked_to_stop)
 

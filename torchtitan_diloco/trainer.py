@@ -42,10 +42,11 @@ from torchtitan_diloco.components.run_plan import (
     log_plan,
     plan_run,
 )
+from torchtitan_diloco.components.sampling import build_sampler
 from torchtitan_diloco.components.skipped_steps import SkippedSteps
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import SavedTelemetry, StepResult, Telemetry
-from torchtitan_diloco.components.validation import SavedValidation, Validator, open_held_out
+from torchtitan_diloco.components.validation import SavedValidation, build_validator
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.loader import SECRETS
 from torchtitan_diloco.config.schema import flat_settings, portable
@@ -127,7 +128,8 @@ class Trainer:
         self.course = self._build_course()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
-        self.validator = self._build_validator()
+        self.validator = build_validator(config, tokenizer, self.model, self.outer, world)
+        self.sampler = build_sampler(config, tokenizer, self.model, self.outer)
         self.telemetry = self._build_telemetry()
         self.state = self._list_state()
 
@@ -200,7 +202,10 @@ class Trainer:
                 # A resumed run does not repeat the steps before its checkpoint: write them now.
                 telemetry.publish(all=saves or validates or after.stops)
                 if validates:
-                    telemetry.exclude_pause(self.validator.validate(self.step, telemetry))
+                    weights = self.data.weights
+                    telemetry.exclude_pause(self.validator.validate(self.step, telemetry, weights))
+                if self.sampler.is_due(after) and not self.course.has_left:
+                    telemetry.exclude_pause(self.sampler.sample(self.step, telemetry))
                 self.course.note(telemetry.loss, self.validator.validated)
                 if saves:
                     position = self.data.saved_position()
@@ -426,24 +431,6 @@ class Trainer:
             return DataParallel(self.model, self.world.workers)
         peers = self.course.build_peers()
         return StreamingDiLoCo(self.model, peers, config, optimizer=self.optimizer)
-
-    def _build_validator(self) -> Validator:
-        """Build the validator, and keep its few sequences in memory."""
-        config = self.config
-        held_out = []
-        if config.validation.every:
-            is_own = config.data.shard_by == "own"
-            opened = open_held_out(
-                config, self.tokenizer, self.world, each_worker_has_its_own=is_own
-            )
-            held_out = [corpus.in_memory() for corpus in opened]
-        return Validator(
-            every=config.validation.every,
-            model=self.model,
-            held_out=held_out,
-            world=self.world,
-            outer=self.outer,
-        )
 
     def _build_telemetry(self) -> Telemetry:
         return Telemetry(

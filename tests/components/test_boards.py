@@ -16,6 +16,7 @@ from tests.test_trainer import LOSS, records
 from tests.waiting import wait_until
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.boards import Shown, tensorboard
+from torchtitan_diloco.components.records import SampleRecord
 
 BOARDS = "torchtitan_diloco.components.boards"
 SERVER = "http://tracking.test"
@@ -68,14 +69,18 @@ def test_weights_and_biases_gets_the_same_curves(
     for step in (0, 4):
         with telemetry(tmp_path, wandb="slow-links", step=step, run="the-group") as own:
             train(own, range(step + 1, step + 5))
+            own.files.write(SampleRecord(step + 4, 0.0, "if a < b:\n    b"))
         names.append((folder / "wandb/run-id").read_text())
     assert names[0] == names[1], "a resumed run goes on"
     written = list(folder.glob("wandb/offline*/run-*.wandb"))
     assert len(written) == 2
     wait_until(lambda: min(path.stat().st_size for path in written) > 1000, "wandb's process")
     for path in written:
-        for expected in ("slow-links", LOSS, SENT, names[0], "the-group"):
+        for expected in ("slow-links", LOSS, SENT, names[0], "the-group", "sample"):
             assert expected.encode() in path.read_bytes()
+    pages = [path.read_text() for path in folder.glob("wandb/offline*/files/media/html/*.html")]
+    assert len(pages) == 2
+    assert all("<pre>if a &lt; b:\n    b</pre>" in page for page in pages)
 
 
 # --- a board that fails ---------------------------------------------------------------------------
@@ -181,7 +186,7 @@ class Tracking:
     def create_run(self, experiment: str, *, run_name: str, tags: Mapping[str, str]) -> Any:
         run = f"r{len(self.runs)}"
         self.runs[run] = {"experiment": experiment, "name": run_name, "status": "RUNNING"}
-        self.runs[run] |= {"tags": dict(tags), "params": {}, "metrics": []}
+        self.runs[run] |= {"tags": dict(tags), "params": {}, "metrics": [], "files": {}}
         return SimpleNamespace(info=SimpleNamespace(run_id=run))
 
     def update_run(self, run: str, *, status: str) -> None:
@@ -202,6 +207,9 @@ class Tracking:
         found["metrics"] += [(one.step, one.key, one.value) for one in metrics]
         found["params"] |= {one.key: one.value for one in params}
         found["tags"] |= {one.key: one.value for one in tags}
+
+    def log_text(self, run: str, text: str, artifact_file: str) -> None:
+        self.runs[run]["files"][artifact_file] = text
 
     def set_terminated(self, run: str) -> None:
         self.answer()
@@ -243,11 +251,13 @@ def test_mlflow_gets_all_settings_and_finite_numbers(tmp_path: Path, tracking: T
     board = build("all", Shown(tmp_path / "run" / "worker-0", 0, 1, settings))
     board.add(3, {"loss/val": 1.5, "loss/train": math.nan, "worker/x": math.inf})
     board.add_text(3, "verdicts", "worker 1: slow compute")
+    board.add_sample(3, "one\ntwo")
     board.close()
     (run,) = tracking.runs.values()
     assert run["params"] == {key: str(value) for key, value in settings.items()}
     assert run["metrics"] == [(3, "loss/val", 1.5)]
     assert run["tags"] == {"verdicts": "step 3: worker 1: slow compute"}
+    assert run["files"] == {"samples/step-00000003.txt": "one\ntwo"}
 
 
 def test_a_server_that_fails_later_is_said_once(
@@ -294,6 +304,7 @@ def test_mlflow_itself_has_the_curves(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     with telemetry(tmp_path / "island-0", mlflow="slow links", run="abc") as own:
         train(own, range(1, 5))
+        own.files.write(SampleRecord(4, 0.0, "one\ntwo"))
     client = mlflow.MlflowClient()
     where = client.get_experiment_by_name("slow links").experiment_id
     (run,) = client.search_runs([where], "tags.`torchtitan_diloco.run` = 'abc'")
@@ -301,3 +312,5 @@ def test_mlflow_itself_has_the_curves(tmp_path: Path, monkeypatch: pytest.Monkey
     assert run.data.params == {"run.seed": "1"}
     history = client.get_metric_history(run.info.run_id, LOSS)
     assert [one.step for one in history] == [2, 4]
+    (sample,) = (tmp_path / "store").rglob("samples/step-00000004.txt")
+    assert sample.read_text() == "one\ntwo"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.components.validation import open_held_out
+from torchtitan_diloco.components.validation import HeldOut, open_held_out, shares_in_mean
 from torchtitan_diloco.config import Config, load_config
 from torchtitan_diloco.config.schema import Phase
 from torchtitan_diloco.data.tokenizer import build_tokenizer
@@ -48,7 +48,8 @@ def test_a_corpus_that_is_only_in_a_phase_needs_no_held_out_text(
 
     def names(config: Config) -> list[str]:
         opened = open_held_out(config, BYTES, ALONE, each_worker_has_its_own=False)
-        assert sum(corpus.weight for corpus in opened) == 1.0
+        shares = shares_in_mean(opened, {first: 1.0, later: 1.0})
+        assert sum(shares.values()) == 1.0, "also while the other one is read"
         return [corpus.name for corpus in opened]
 
     phased = replace(config.data, phases=(Phase(0.5, {first: 1.0, later: 1.0}),))
@@ -59,6 +60,10 @@ def test_a_corpus_that_is_only_in_a_phase_needs_no_held_out_text(
     mixed = replace(config.data, corpus="", mixture={first: 0.5, later: 0.5})
     with pytest.raises(UserError, match=reason):
         names(replace(config, data=mixed))
+
+    alone = replace(config.data, phases=(Phase(0.5, {later: 1.0, first: 0.0}),))
+    with pytest.raises(UserError, match=reason):
+        names(replace(config, data=alone))
 
 
 def test_a_corpus_of_a_phase_is_validated_if_it_has_held_out_text(
@@ -71,4 +76,13 @@ def test_a_corpus_of_a_phase_is_validated_if_it_has_held_out_text(
     opened = open_held_out(
         replace(config, data=phased), BYTES, ALONE, each_worker_has_its_own=False
     )
-    assert [(corpus.name, corpus.weight) for corpus in opened] == [(first, 1.0), (str(later), 0.0)]
+    for mixture, shares in zip(phased.mixtures, ([1.0, 0.0], [0.0, 1.0]), strict=True):
+        assert shares_in_mean(opened, mixture) == dict(
+            zip((first, str(later)), shares, strict=True)
+        )
+
+
+def test_a_corpus_that_is_only_for_validation_is_all_of_the_mean(config: Config) -> None:
+    separate = replace(config.data, corpus="stdlib", validation_corpus=config.data.corpus)
+    held_out = HeldOut(separate.validation_corpus, "shown", batches=[], sequences=1, text_bytes=1)
+    assert shares_in_mean([held_out], separate.weights) == {"shown": 1.0}

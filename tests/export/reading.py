@@ -54,4 +54,4 @@ def validation_of(saved: SavedModel) -> ValidationResult:
         separate_documents(saved.model, saved.tokenizer.end_of_document)
     world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
     held_out = open_held_out(saved.config, saved.tokenizer, world, each_worker_has_its_own=False)
-    return validate(saved.model, held_out, world)
+    return validate(saved.model, held_out, world, saved.config.data.mixtures[-1])

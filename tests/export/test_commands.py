@@ -117,7 +117,7 @@ def test_the_loss_of_a_mixture_is_the_mean_that_the_run_printed(
     (folder, _) = processes.run(run, 2, chosen(corpus, tmp_path / "mixed", **changes))
     expected = curve(records(Path(folder)), VALIDATION)[-1]
     result = validation_of(open_saved(Path(folder)))
-    words, digits = (result.of_corpora[text] for text in texts)
+    words, digits = (result.of_corpora[text].loss for text in texts)
     assert result.loss == pytest.approx(expected, abs=1e-4)
     assert result.loss == pytest.approx(0.75 * words + 0.25 * digits)
     assert abs(words - digits) > 0.1
@@ -128,6 +128,22 @@ def test_the_seed_sets_the_text(trained: Path, capsys: Capture) -> None:
     first, again, other = (printed(capsys, *words, "--seed", seed) for seed in (0, 0, 1))
     assert first.startswith("the sto")
     assert first == again != other
+
+
+def test_prompts_are_continued_as_each_alone(
+    trained: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("the\n\n \nwith a longer beginning\na\n")
+    greedy = "generate", trained, "--tokens", 12, "--temperature", 0
+    alone = []
+    for prompt in ("the sto", "the", "with a longer beginning", "a"):
+        commands.main([*map(str, greedy), "--device", "cpu", "--prompt", prompt])
+        alone.append(capsys.readouterr().out)
+    expected = [f"==> {number} of 4 <==\n{text}" for number, text in enumerate(alone, start=1)]
+    for size in (8, 3):
+        together = *greedy, "--prompt", "the sto", "--prompt-file", lines, "--batch-size", size
+        assert printed(capsys, *together).startswith("".join(expected))
 
 
 def test_the_evaluation_harness_measures_the_same(
@@ -181,6 +197,31 @@ def test_the_evaluation_harness_measures_the_same(
         ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 4, 8, 12, 16"),
         ("export", "run/worker-0/step-00000008 --step 16", r"--step 16: .* step; it has 8"),
         ("generate", "run --temperature nan", r"--temperature nan: give"),
+        (
+            "generate",
+            f"run --prompt {'zx' * 40}",
+            r'--prompt "(zx){20}" has 80 tokens, more than training.sequence_length = 32: shorten',
+        ),
+        (
+            "generate",
+            "run --prompt-file long",
+            r"--prompt-file long, line 2 has 33 tokens, more than training.sequence_length = 32: s",
+        ),
+        (
+            "generate",
+            "run --prompt-file full/file",
+            r"--prompt-file full/file has no prompt: write one on each line",
+        ),
+        (
+            "generate",
+            "run --prompt-file full",
+            r"--prompt-file full cannot be read \(Is a directory\): give a text file",
+        ),
+        (
+            "generate",
+            "run --prompt-file latin",
+            r"--prompt-file latin cannot be read \(it is not UTF-8\): give a text file",
+        ),
         ("export", "run --out full", r"full is not empty; choose another folder"),
         ("export", "run --out full --format hf", r"full is not empty; choose another folder"),
         ("export", "run --out full/file/out", r"cannot be written"),
@@ -199,6 +240,8 @@ def test_a_mistake_is_one_line(
     for name in ("empty/worker-0", "full"):
         Path(name).mkdir(parents=True)
     Path("full/file").touch()
+    Path("long").write_text(f"a\n{'z' * 33}\n")
+    Path("latin").write_bytes(b"caf\xe9")
     copies = Copies(open_store("mirror"))
     copies.take_over("this start")
     copies.save(checkpoint(trained, 8), 0, "this start")

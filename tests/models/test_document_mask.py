@@ -30,9 +30,9 @@ from torchtitan_diloco.data.prepare import prepare
 from torchtitan_diloco.data.text import open_corpus
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.export import __main__ as commands
-from torchtitan_diloco.export.__main__ import generate
 from torchtitan_diloco.export.weights import open_saved
 from torchtitan_diloco.models.decoder import Decoder, document_mask, resolve_shape
+from torchtitan_diloco.models.generation import generate
 from torchtitan_diloco.models.interface import init_weights
 from torchtitan_diloco.trainer import Trainer
 
@@ -148,7 +148,7 @@ def test_a_text_that_begins_with_the_end_of_another_does_not_see_it() -> None:
     options: Any = {"vocab_size": VOCABULARY, "sequence_length": 32, "max_new_tokens": 9}
     options |= {"temperature": 0, "stop": END, "document_mask": True}
     with torch.no_grad():
-        found = [END, *generate(model, [END], **options)]
+        found = [END, *generate(model, [[END]], **options)[0]]
         assert len(found) > 3
         model.end_of_document = END
         logits = model(torch.tensor([found]))[0]

@@ -1,7 +1,8 @@
 """Records of a worker: RUN/worker-K/metrics.jsonl, which its first rank writes, and its boards.
 
-Each line is a JSON object: a `StartRecord`, a `RoundRecord`, a `VerdictRecord`, a `PhaseRecord`, or
-the numbers of a step (metrics.py), which has no `kind`. docs/report-and-plan.md describes them.
+Each line is a JSON object: a `StartRecord`, a `RoundRecord`, a `VerdictRecord`, a `PhaseRecord`, a
+`SampleRecord`, or the numbers of a step (metrics.py), which has no `kind`. docs/report-and-plan.md
+describes them.
 """
 
 import json
@@ -129,6 +130,14 @@ class PhaseRecord(msgspec.Struct, tag_field="kind", tag="phase"):
     """Share of the run that was trained before the mixture, from 0 to 1."""
 
 
+class SampleRecord(msgspec.Struct, tag_field="kind", tag="sample"):
+    """A text that the shared parameters wrote after this step."""
+
+    step: int
+    time: float
+    text: str
+
+
 def round_record(exchange: "Round", fragment: "Fragment", clock: float) -> RoundRecord:
     """Return the record of a round, without its numbers, which other ranks have too.
 
@@ -254,6 +263,9 @@ class RecordFiles:
         elif isinstance(record, PhaseRecord) and record.step >= self._first_step:
             for board in self._boards:  # what a run starts with is in its settings
                 board.add_text(record.step, "phases", record.mixture)
+        elif isinstance(record, SampleRecord):
+            for board in self._boards:
+                board.add_sample(record.step, record.text)
         elif isinstance(record, VerdictRecord):
             state = "over" if record.over else record.evidence
             text = f"{record.culprit}: {record.what}"

@@ -11,7 +11,7 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.records import PhaseRecord
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.config.schema import WORKER_FIELD, Config
-from torchtitan_diloco.config.weights import turns_of
+from torchtitan_diloco.config.weights import Weights, turns_of
 from torchtitan_diloco.data.corpus import open_corpora
 from torchtitan_diloco.data.loader import Stream, TrainLoader
 from torchtitan_diloco.data.mixture import (
@@ -175,7 +175,7 @@ class RunData:
         """Return the fingerprints of the corpora that all workers read, or that only this one
         reads, with their turns in the mixture of each phase."""
         data = self._data
-        turns = [turns_of(one) for one in (data.weights, *(one.mixture for one in data.phases))]
+        turns = [turns_of(mixture) for mixture in data.mixtures]
         corpora = list[str]()
         for name, fingerprint in self.fingerprints.items():
             of_phases = "/".join(str(of_corpora.get(name, 0)) for of_corpora in turns)
@@ -291,6 +291,11 @@ class RunData:
         return epochs_of
 
     # --- phases -----------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> Weights:
+        """Weights of the mixture that the next step reads, by names of corpora in the settings."""
+        return self.loader.segment.weights
 
     @property
     def phase(self) -> int | None:

@@ -131,6 +131,13 @@ class AfterStep(NamedTuple):
         """Return whether something that is done every so many steps is due. 0: never."""
         return steps > 0 and self.step % steps == 0
 
+    def is_measured(self, every: int) -> bool:
+        """Return whether to measure the shared parameters, which is done every so many steps and
+        after the last one. Whoever asked to stop is waiting. 0: never."""
+        if self.finished:
+            return every > 0
+        return self.is_multiple_of(every) and not self.asked_to_stop
+
 
 def log_plan(
     plan: RunPlan, config: Config, world: World, model: str, data: str, epochs: Mapping[str, float]

@@ -1,8 +1,9 @@
-"""The loss on held-out text: of each corpus, and their mean by the weights of the mixture."""
+"""The loss on held-out text: of each corpus, and their mean by the weights of the mixture that is
+read."""
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,8 @@ from torchtitan_diloco.base.tensors import drop_gathered
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.run_plan import AfterStep
 from torchtitan_diloco.components.telemetry import Telemetry
-from torchtitan_diloco.config.schema import WORKER_FIELD, Config
+from torchtitan_diloco.config.schema import WORKER_FIELD, Config, Data
+from torchtitan_diloco.config.weights import Weights
 from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.data.corpus import open_split, own_name
 from torchtitan_diloco.data.loader import ValidationBatches
@@ -31,13 +33,13 @@ class HeldOut(NamedTuple):
     """The first held-out sequences of one corpus."""
 
     name: str
-    """Name of the corpus, as in the settings."""
+    """Name of the corpus in the settings, by which it has its weight."""
+    shown_name: str
+    """Name of the corpus of this worker."""
     batches: Iterable[Batch]
     sequences: int
     text_bytes: int
     """Bytes of the text of this rank's targets."""
-    weight: float
-    """Weight of the corpus in the mean over corpora."""
 
     def in_memory(self) -> "HeldOut":
         return self._replace(batches=list(self.batches))
@@ -56,9 +58,9 @@ def open_held_out(
     names = data.held_out_corpora
     sequences = max(1, config.validation.sequences // len(names))
     held_out = []
+    too_short = dict[str, TooLittleText]()
     for name in names:
         is_divided_in_worker = each_worker_has_its_own and WORKER_FIELD in name
-        weight = 1.0 if len(names) == 1 else data.weights.get(name, 0.0)
         try:
             batches = ValidationBatches(
                 open_split(data, tokenizer, "validation", name=name, worker=worker),
@@ -69,21 +71,36 @@ def open_held_out(
                 sequences=max(1, sequences // world.workers) if is_divided_in_worker else sequences,
             )
         except TooLittleText as error:
-            if weight or is_divided_in_worker:  # all workers validate the same corpora
+            if is_divided_in_worker:  # all workers validate the same corpora
                 raise
-            if world.is_first:
-                logger.warning(f"{name} is only read in a phase, and is not validated: {error}")
+            too_short[name] = error
             continue
         held_out.append(
             HeldOut(
-                name=own_name(name, worker),
+                name=name,
+                shown_name=own_name(name, worker),
                 batches=batches,
                 sequences=batches.sequences,
                 text_bytes=count_text_bytes(batches, tokenizer),
-                weight=weight,
             )
         )
+    _check_text(data, too_short)
+    if world.is_first:
+        for name, reason in too_short.items():
+            logger.warning(f"{name} is only read in a phase, and is not validated: {reason}")
     return held_out
+
+
+def _check_text(data: Data, too_short: Mapping[str, TooLittleText]) -> None:
+    """Raise if the run begins with a corpus whose held-out text is too short, or if a phase has no
+    other corpus."""
+    for name, error in too_short.items():
+        if name == data.validation_corpus or data.weights.get(name):
+            raise error
+    for mixture in data.mixtures:
+        names = [name for name, weight in mixture.items() if weight]
+        if all(name in too_short for name in names):
+            raise too_short[names[0]]
 
 
 def count_text_bytes(batches: Iterable[Batch], tokenizer: Tokenizer) -> int:
@@ -115,26 +132,45 @@ class ValidationResult(NamedTuple):
     loss: float
     bits_per_byte: float
     tokens: int
-    of_corpora: dict[str, float]
-    """Losses by the names of the corpora."""
+    of_corpora: dict[str, CorpusLoss]
+    """By the names of the corpora."""
+    shares: dict[str, float]
+    """Shares of the corpora in the mean, by the same names."""
 
 
-def validate(model: nn.Module, held_out: Sequence[HeldOut], world: World) -> ValidationResult:
-    """Return the loss of the model. Every rank must have the same number of batches."""
-    results = [
-        validate_corpus(model, corpus.batches, world, text_bytes=corpus.text_bytes)
+def validate(
+    model: nn.Module, held_out: Sequence[HeldOut], world: World, weights: Weights
+) -> ValidationResult:
+    """Return the loss of the model. Every rank must have the same number of batches.
+
+    `weights`: of the corpora in the mean, by their names in the settings.
+    """
+    of_corpora = {
+        corpus.shown_name: validate_corpus(
+            model, corpus.batches, world, text_bytes=corpus.text_bytes
+        )
         for corpus in held_out
-    ]
-    total = math.fsum(corpus.weight for corpus in held_out)
-    shares = [corpus.weight / total for corpus in held_out]
-    weighted = list(zip(shares, results, strict=True))
-    names = [corpus.name for corpus in held_out]
+    }
+    shares = shares_in_mean(held_out, weights)
     return ValidationResult(
-        loss=math.fsum(share * result.loss for share, result in weighted),
-        bits_per_byte=math.fsum(share * result.bits_per_byte for share, result in weighted),
-        tokens=sum(result.tokens for result in results),
-        of_corpora={name: result.loss for name, result in zip(names, results, strict=True)},
+        loss=math.fsum(share * of_corpora[name].loss for name, share in shares.items()),
+        bits_per_byte=math.fsum(
+            share * of_corpora[name].bits_per_byte for name, share in shares.items()
+        ),
+        tokens=sum(corpus.tokens for corpus in of_corpora.values()),
+        of_corpora=of_corpora,
+        shares=shares,
     )
+
+
+def shares_in_mean(held_out: Sequence[HeldOut], weights: Weights) -> dict[str, float]:
+    """Return the share of each corpus in the mean. A single one is all of it, as it may be only for
+    validation, without a weight."""
+    if len(held_out) == 1:
+        return {held_out[0].shown_name: 1.0}
+    chosen = {corpus.shown_name: weights.get(corpus.name, 0.0) for corpus in held_out}
+    total = math.fsum(chosen.values())
+    return {name: weight / total for name, weight in chosen.items()}
 
 
 @torch.no_grad()
@@ -189,26 +225,46 @@ class Validator:
         self.validated = saved.validated
 
     def is_due(self, after: AfterStep) -> bool:
-        """Return whether to validate. Whoever asked to stop is waiting."""
-        if after.finished:
-            return self.every > 0
-        return after.is_multiple_of(self.every) and not after.asked_to_stop
+        """Return whether to validate."""
+        return after.is_measured(self.every)
 
-    def validate(self, step: int, telemetry: Telemetry) -> float:
-        """Validate, report the result, and return the duration in seconds."""
+    def validate(self, step: int, telemetry: Telemetry, weights: Weights) -> float:
+        """Validate, report the result, and return the duration in seconds.
+
+        `weights`: of the corpora in the mean, by their names in the settings.
+        """
         started = time.perf_counter()
         with self.outer.global_parameters():
-            result = validate(self.model, self.held_out, self.world)
+            result = validate(self.model, self.held_out, self.world, weights)
         self.validated = step, result.loss, result.bits_per_byte
         record = {"loss/val": result.loss, "loss/bits_per_byte": result.bits_per_byte}
-        of_corpora = ""
-        if len(result.of_corpora) > 1:
-            record |= {f"loss/val/{name}": loss for name, loss in result.of_corpora.items()}
-            texts = [f"{name} {loss:.4f}" for name, loss in result.of_corpora.items()]
-            of_corpora = f" ({', '.join(texts)})"
-        telemetry.write(step, record)
-        logger.info(
-            f"validation after step {step}: loss {result.loss:.4f}{of_corpora}, "
+        lines = [
+            f"validation after step {step}: loss {result.loss:.4f}, "
             f"{result.bits_per_byte:.4f} bits per byte over {result.tokens:,} held-out tokens"
-        )
+        ]
+        if len(result.of_corpora) > 1:
+            for name, corpus in result.of_corpora.items():
+                bits = corpus.bits_per_byte
+                record |= {f"loss/val/{name}": corpus.loss, f"loss/bits_per_byte/{name}": bits}
+                share = 100 * result.shares[name]
+                lines.append(
+                    f"  {share:.4g} % {name}: loss {corpus.loss:.4f}, {bits:.4f} bits per byte"
+                )
+        telemetry.write(step, record)
+        for line in lines:
+            logger.info(line)
         return time.perf_counter() - started
+
+
+def build_validator(
+    config: Config, tokenizer: Tokenizer, model: nn.Module, outer: OuterLoop, world: World
+) -> Validator:
+    """Build the validator, and keep its few sequences in memory."""
+    held_out = []
+    if config.validation.every:
+        is_own = config.data.shard_by == "own"
+        opened = open_held_out(config, tokenizer, world, each_worker_has_its_own=is_own)
+        held_out = [corpus.in_memory() for corpus in opened]
+    return Validator(
+        every=config.validation.every, model=model, held_out=held_out, world=world, outer=outer
+    )

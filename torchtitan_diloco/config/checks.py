@@ -86,6 +86,9 @@ def config_mistakes(config: Config) -> Mistakes:
             yield "run.preemption_address", "must look like http://HOST or http://HOST:PORT"
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
+    if config.validation.sample_prompt and not config.validation.sample_every:
+        reason = "is only used with validation.sample_every: set that too, or remove this setting"
+        yield "validation.sample_prompt", reason
     yield from _home_mistakes(config)
     yield from _data_mistakes(config)
     is_own_island = is_island and config.data.shard_by == "own"  # others may join later

@@ -150,10 +150,14 @@ class Data:
         return dict(self.mixture) or {self.corpus: 1.0}
 
     @property
+    def mixtures(self) -> list[dict[str, float]]:
+        """Weights of the corpora at the beginning of the run, and in each phase."""
+        return [self.weights, *(phase.mixture for phase in self.phases)]
+
+    @property
     def corpora(self) -> list[str]:
         """Names of all corpora of the run, in the order in which they appear."""
-        mixtures = (self.weights, *(phase.mixture for phase in self.phases))
-        return list(dict.fromkeys(name for mixture in mixtures for name in mixture))
+        return list(dict.fromkeys(name for mixture in self.mixtures for name in mixture))
 
     @property
     def corpora_key(self) -> str:
@@ -285,12 +289,17 @@ class Distributed:
 
 @dataclass(frozen=True)
 class Validation:
-    """Loss on held-out text."""
+    """Loss on held-out text, and samples of the text that the model writes."""
 
     every: NotNegative = 500
     """Steps between two validations. The last step is validated too. 0: no validation at all."""
     sequences: Positive = 512
     """Held-out sequences per validation over all ranks, or all of them if there are fewer."""
+    sample_every: NotNegative = 0
+    """Steps between two samples, which are logged, recorded and shown on the boards. The last step
+    has one, too. 0: none."""
+    sample_prompt: str = ""
+    """Text that the samples continue. Empty: they are beginnings of documents."""
 
 
 @dataclass(frozen=True)

@@ -8,27 +8,30 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor, nn
 
 from torchtitan_diloco import __version__
 from torchtitan_diloco.base.process import run_and_exit
 from torchtitan_diloco.base.user import USER_ERROR, Parser, UserError, command_line
+from torchtitan_diloco.components.sampling import TEMPERATURE, encode_prompt
 from torchtitan_diloco.config import to_toml
+from torchtitan_diloco.config.schema import format_value
 from torchtitan_diloco.data.text import whole_number
 from torchtitan_diloco.distributed.world import pick_device
 from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, WEIGHTS_NAME, save_hugging_face
 from torchtitan_diloco.export.torchtitan import save_torchtitan
 from torchtitan_diloco.export.weights import SavedModel, open_saved
+from torchtitan_diloco.models.generation import generate
 from torchtitan_diloco.models.interface import parameter_counts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LONGEST_SHOWN = 40
+"""Characters of a prompt that an error shows."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,10 +47,11 @@ def main(arguments: Sequence[str]) -> int:
     add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
     if name == "generate":
-        add("--prompt", default="", help="text to continue (default: the beginning of a document)")
+        _add_prompts(parser)
         tokens_help = "maximum number of tokens to generate (default 100)"
         add("--tokens", type=whole_number, default=100, metavar="N", help=tokens_help)
-        add("--temperature", type=float, default=0.8, help="default 0.8; 0: the most likely token")
+        temperature_help = f"default {TEMPERATURE}; 0: the most likely token"
+        add("--temperature", type=float, default=TEMPERATURE, help=temperature_help)
         add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
         device_help = "default: a GPU if there is one"
         add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device_help)
@@ -73,75 +77,66 @@ def main(arguments: Sequence[str]) -> int:
 # --- generate -------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def generate(
-    model: nn.Module,
-    tokens: Sequence[int],
-    *,
-    vocab_size: int,
-    sequence_length: int,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    seed: int = 0,
-    stop: int | None = None,
-    document_mask: bool = False,
-) -> Iterator[int]:
-    """Yield the tokens that follow `tokens`, until `stop`, which is excluded.
-
-    Ids from `vocab_size` on only pad the embedding and are never drawn. `sequence_length` and
-    `document_mask`: as in training.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device
-    context = list(tokens)
-    for _ in range(max_new_tokens):
-        context = context[-sequence_length:]
-        logits: Tensor = model(
-            torch.tensor([context], device=device),
-            head=lambda hidden, matrix: F.linear(hidden[0, -1], matrix[:vocab_size]),
-        )
-        # Draw on the CPU, so that a seed gives the same text on all devices.
-        token = draw(logits.float().cpu(), temperature, generator)
-        if token == stop:
-            return
-        yield token
-        if document_mask and context[-1] == stop:
-            context = []  # the token begins a document, which has not seen the end of another
-        context.append(token)
+def _add_prompts(parser: Parser) -> None:
+    add = parser.add_argument
+    prompt = "text to continue, once or several times (default: the beginning of a document)"
+    add("--prompt", action="append", default=[], metavar="TEXT", help=prompt)
+    prompts = "file with a prompt on each line; empty lines are skipped"
+    add("--prompt-file", type=Path, metavar="FILE", help=prompts)
+    batch = "prompts to continue at once, less for less memory (default 8)"
+    add("--batch-size", type=whole_number, default=8, metavar="N", help=batch)
 
 
-def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Draw a token, given the logits [vocabulary]; with temperature 0, the most likely one."""
-    if not bool(logits.isfinite().all()):
-        raise UserError("the logits are not finite: the training diverged; use an earlier --step")
-    if temperature == 0:
-        return int(logits.argmax())
-    # Shift the largest logit to 0, so that a temperature near 0 does not make it infinite.
-    scaled = (logits.double() - logits.max()) / temperature
-    return int(torch.multinomial(scaled.softmax(dim=0), 1, generator=generator))
-
-
-def print_text(saved: SavedModel, options: argparse.Namespace) -> None:
-    """Print the text that a model writes after the prompt."""
-    tokenizer = saved.tokenizer
-    model = saved.model.to(pick_device(options.device, local_rank=0))
+def print_texts(saved: SavedModel, options: argparse.Namespace) -> None:
+    """Print the texts that a model writes after the prompts."""
     if not options.temperature >= 0:  # NaN, too
         raise UserError(f"--temperature {options.temperature}: give a number of at least 0")
-    prompt = tokenizer.encode(os.fsencode(options.prompt).decode(errors="replace")).tolist()
-    tokens = generate(
-        model,
-        prompt or [tokenizer.end_of_document],
-        vocab_size=tokenizer.vocab_size,
-        sequence_length=saved.config.training.sequence_length,
-        max_new_tokens=options.tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        stop=tokenizer.end_of_document,
-        document_mask=saved.config.model.document_mask,
-    )
-    text = tokenizer.decode([*prompt, *tokens])
+    tokenizer = saved.tokenizer
+    length = saved.config.training.sequence_length
+    prompts = [
+        encode_prompt(text, tokenizer, length, source) for source, text in read_prompts(options)
+    ]
+    model = saved.model.to(pick_device(options.device, local_rank=0))
     print(saved, file=sys.stderr)
-    print(text)
+    end = tokenizer.end_of_document
+    for first in range(0, len(prompts), options.batch_size):
+        batch = prompts[first : first + options.batch_size]
+        continuations = generate(
+            model,
+            [prompt or [end] for prompt in batch],
+            vocab_size=tokenizer.vocab_size,
+            sequence_length=length,
+            max_new_tokens=options.tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+            stop=end,
+            document_mask=saved.config.model.document_mask,
+        )
+        pairs = zip(batch, continuations, strict=True)
+        for number, (prompt, tokens) in enumerate(pairs, start=first + 1):
+            if len(prompts) > 1:
+                print(f"==> {number} of {len(prompts)} <==")
+            print(tokenizer.decode([*prompt, *tokens]), flush=True)
+
+
+def read_prompts(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return each prompt with its source, which an error names."""
+    given = [os.fsencode(text).decode(errors="replace") for text in options.prompt]
+    prompts = [(f"--prompt {format_value(text[:LONGEST_SHOWN])}", text) for text in given]
+    path = options.prompt_file
+    if path is None:
+        return prompts or [("--prompt", "")]
+    name = f"--prompt-file {path}"
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UserError(f"{name} cannot be read ({reason}): give a text file") from error
+    numbered = [(f"{name}, line {number}", line) for number, line in enumerate(lines, start=1)]
+    of_file = [(source, line) for source, line in numbered if line.strip()]
+    if not of_file:
+        raise UserError(f"{name} has no prompt: write one on each line")
+    return [*prompts, *of_file]
 
 
 # --- export ---------------------------------------------------------------------------------------
@@ -213,7 +208,7 @@ def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) ->
 
 
 COMMANDS = {
-    "generate": ("Write text with a trained model.", print_text),
+    "generate": ("Write text with a trained model.", print_texts),
     "export": ("Write a trained model as a folder of weights.", export),
 }
 

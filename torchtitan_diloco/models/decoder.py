@@ -1,6 +1,7 @@
 """The decoder: pre-norm, rotary positions, causal attention, and the options of its flavor."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.models.cache import BlockCache, KeyValueCache
 from torchtitan_diloco.models.interface import STD, Head, parameter_counts
 
 SHORT_LENGTH = 8192
@@ -122,10 +124,11 @@ def rotary_frequencies(shape: Shape, device: torch.device) -> Tensor:
     return (1 - kept) * plain / shape.rotary_scaling + kept * plain
 
 
-def rotary_table(length: int, frequencies: Tensor) -> Rotary:
-    """Return the cosines and sines of the angles of all positions, fp32 [length, head_dim]."""
-    positions = torch.arange(length, device=frequencies.device, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies).repeat(1, 2)
+def rotary_table(positions: Tensor, frequencies: Tensor) -> Rotary:
+    """Return the cosines and sines of the angles of positions [..., length], fp32 [..., length,
+    head_dim]."""
+    angles = positions.float().unsqueeze(-1) * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
 
@@ -198,12 +201,16 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_epsilon)
             self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_epsilon)
 
-    def forward(self, x: Tensor, rotary: Rotary, mask: Mask) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: Rotary, mask: Mask, cache: BlockCache | None = None
+    ) -> Tensor:
         batch, length, _ = x.shape
         qkv = self.qkv(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
         q, k, v = qkv.split(self.heads, dim=1)  # each [batch, heads, length, head_dim]
         q = rotate(self.q_norm(q), rotary)
         k = rotate(self.k_norm(k), rotary)
+        if cache is not None:
+            k, v = cache.append(k, v)
         mixed = attend(q, k, v, mask)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
@@ -240,8 +247,10 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
         self.feed_forward = FeedForward(shape)
 
-    def forward(self, x: Tensor, rotary: Rotary, mask: Mask) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary, mask)
+    def forward(
+        self, x: Tensor, rotary: Rotary, mask: Mask, cache: BlockCache | None = None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, mask, cache)
         out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return out
 
@@ -261,16 +270,26 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
         self.head = None if shape.tied_head else nn.Linear(shape.width, vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, head: Head = F.linear) -> Any:
+    def forward(
+        self, tokens: Tensor, head: Head = F.linear, cache: KeyValueCache | None = None
+    ) -> Any:
         x = self.embedding(tokens)
-        rotary = rotary_table(tokens.shape[1], rotary_frequencies(self.shape, tokens.device))
-        mask = None
-        if (end := self.end_of_document) is not None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        mask: Mask = None
+        end = self.end_of_document
+        if cache is not None:
+            assert end is None, "a cache does not separate documents"
+            positions, mask = cache.extend(tokens)
+        elif end is not None:
             mask = document_mask(tokens, end, blocks=tokens.is_cuda)
-        for block in self.blocks:
-            x = block(x, rotary, mask)
+        rotary = rotary_table(positions, rotary_frequencies(self.shape, tokens.device))
+        for number, block in enumerate(self.blocks):
+            x = block(x, rotary, mask, None if cache is None else cache.blocks[number])
         output = self.embedding if self.head is None else self.head
         return head(self.norm(x), output.weight)
+
+    def new_cache(self, lengths: Sequence[int], new_tokens: int) -> KeyValueCache:
+        return KeyValueCache(len(self.blocks), lengths, new_tokens)
 
     def extra_repr(self) -> str:
         return str(self.shape)

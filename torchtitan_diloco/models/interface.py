@@ -10,11 +10,13 @@ the functions below have a default:
     flops_per_token(length)         FLOPs of a forward and backward pass
     extra_repr()                    dimensions, for the log
     end_of_document                 token after which attention begins anew; None: it never does
+    new_cache(lengths, new_tokens)  what `forward(tokens, head, cache)` remembers of the tokens that
+                                    it has read, such as a `KeyValueCache`
 """
 
 import hashlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +73,28 @@ def flops_per_token(model: nn.Module, length: int) -> int:
         return 6 * parameter_counts(model)["total"]
     flops: int = model.flops_per_token(length)  # type: ignore[operator]
     return flops
+
+
+class Cache(Protocol):
+    """What a model remembers of the tokens that it has read.
+
+    Its `forward` first reads the beginnings of all rows, padded on the right to one length, and
+    after that one more token of each row at a time.
+    """
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Forget all rows but these."""
+
+
+def new_cache(model: nn.Module, lengths: Sequence[int], new_tokens: int) -> Cache | None:
+    """Return a cache to read rows with. None: the model has none, and reads whole rows each time.
+
+    `lengths`: of the beginnings of the rows. `new_tokens`: the most tokens that follow each.
+    """
+    if not hasattr(model, "new_cache") or getattr(model, "end_of_document", None) is not None:
+        return None  # a token after the end of a document attends to nothing before it
+    cache: Cache = model.new_cache(lengths, new_tokens)  # type: ignore[operator]
+    return cache
 
 
 def separate_documents(model: nn.Module, end_of_document: int | None) -> None:

@@ -42,6 +42,10 @@ class Board(ABC):
     def add_text(self, step: int, name: str, text: str) -> None:
         """Show a text, such as a verdict."""
 
+    def add_sample(self, step: int, text: str) -> None:
+        """Show a text that the model wrote, which may have several lines. By default, as others."""
+        self.add_text(step, "sample", text)
+
     @abstractmethod
     def close(self) -> None:
         """Write what is left."""
@@ -68,6 +72,11 @@ class GuardedBoard(Board):
         with self._guarding():
             if self._board is not None:
                 self._board.add_text(step, name, text)
+
+    def add_sample(self, step: int, text: str) -> None:
+        with self._guarding():
+            if self._board is not None:
+                self._board.add_sample(step, text)
 
     def close(self) -> None:
         with self._guarding():

@@ -82,6 +82,10 @@ class MLflow(Board):
         tags = [RunTag(name, f"step {step}: {text}")]
         self._later(partial(self._client.log_batch, self._run, tags=tags))
 
+    def add_sample(self, step: int, text: str) -> None:
+        file = f"samples/step-{step:08}.txt"  # a tag is too short, and has only the latest
+        self._later(partial(self._client.log_text, self._run, text, file))
+
     def close(self) -> None:
         self._later(partial(self._client.set_terminated, self._run))
         self._later(None)

@@ -1,6 +1,7 @@
 """Curves in TensorBoard."""
 
 from collections.abc import Mapping
+from textwrap import indent
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -9,6 +10,9 @@ from torch.utils.tensorboard.summary import text as text_summary
 
 from torchtitan_diloco.components.boards.base import Board, Shown
 from torchtitan_diloco.components.metrics import described
+
+CODE = "    "
+"""Beginning of a line that TensorBoard, which reads Markdown, shows as it is."""
 
 
 class TensorBoard(Board):
@@ -33,6 +37,9 @@ class TensorBoard(Board):
 
     def add_text(self, step: int, name: str, text: str) -> None:
         self._files.add_summary(text_summary(name, text), step)
+
+    def add_sample(self, step: int, text: str) -> None:
+        self.add_text(step, "sample", indent(text, CODE, lambda _: True))
 
     def close(self) -> None:
         self._files.close()

@@ -1,6 +1,7 @@
 """Curves and settings in Weights & Biases."""
 
 from collections.abc import Mapping
+from html import escape
 
 import wandb
 
@@ -44,6 +45,9 @@ class WeightsAndBiases(Board):
 
     def add_text(self, step: int, name: str, text: str) -> None:
         self._run.alert(title=name, text=f"step {step}: {text}")
+
+    def add_sample(self, step: int, text: str) -> None:
+        self._run.log({"step": step, "sample": wandb.Html(f"<pre>{escape(text)}</pre>")})
 
     def close(self) -> None:
         self._run.finish()
