@@ -45,10 +45,11 @@ from torchtitan_diloco.components.run_plan import (
 from torchtitan_diloco.components.skipped_steps import SkippedSteps
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import StepResult, Telemetry
+from torchtitan_diloco.components.traffic import traffic_of
 from torchtitan_diloco.components.validation import Validator, open_held_out
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.loader import SECRETS
-from torchtitan_diloco.config.schema import flat_settings, portable
+from torchtitan_diloco.config.schema import PRICES, flat_settings, portable
 from torchtitan_diloco.course import Course, JobCourse, counted_before
 from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.data.tokenizer import build_tokenizer
@@ -76,6 +77,7 @@ OWN_SETTINGS = {
     "run.preemption",
     "run.preemption_address",
     "data.cache_folder",
+    *PRICES,
     *MAY_DIFFER,
     *SECRETS,
 }
@@ -261,6 +263,8 @@ class Trainer:
             step=self.step,
             validated=self.validator.validated,
             has_control=has_control,
+            traffic=self.traffic,
+            price=config.price,
             epochs=epochs_text(epochs) if is_alone else "",
         )
 
@@ -409,7 +413,8 @@ class Trainer:
         data = f"{self.data.description}, tokenizer {self.tokenizer.name}"
         epochs = self.data.epochs(self.plan, self.data.position, self.plan.total_steps)
         # Before memory is allocated, as it raises if the run does not fit.
-        log_plan(self.plan, config, self.world, model=model, data=data, epochs=epochs)
+        self.traffic = traffic_of(config, self.plan, self.model)
+        log_plan(self.plan, config, self.world, model, data, epochs=epochs, traffic=self.traffic)
         if config.model.document_mask and self.world.is_first:
             for warning in self.data.long_documents():
                 logger.warning(warning)
