@@ -36,7 +36,7 @@ MACHINES = 2
 SYNC_EVERY = 30
 CYCLES = 2
 SECONDS = "20s"
-"""For which `compare` measures steps."""
+"""For which `compare` measures steps at least, after as long to warm up."""
 PATIENCE = 1200.0
 ALONE = "alone"
 PLAIN = {"diloco.quantization.codec": "fp32"}
@@ -53,6 +53,7 @@ OWN = {
     "diloco.sync_every": str(SYNC_EVERY),
     "diloco.overlap.delay": "1",
     "diloco.quantization.codec": "fp4_e3m0",
+    "metrics.log_every": "1",  # as the run is timed
 }
 RATE = r"(\S+ \S+bit/s)"
 LINK = re.compile(
@@ -152,7 +153,7 @@ def run_method(network: Network, rate: float, folder: Path, settings: core.Setti
     """Return the measured steps of both workers, or of two that are alone."""
     first, measured = length(settings, rate)
     total = first + measured + int(settings["diloco.overlap.delay"]) + 1
-    timed = settings | {"training.steps": str(total), "metrics.log_every": "1"}
+    timed = settings | {"training.steps": str(total)}
     folder.mkdir(parents=True, exist_ok=True)
     alone = settings["diloco.workers"] == "1"
     programs = list[Program]()
@@ -179,14 +180,20 @@ def mean(steps: Steps, name: str) -> float:
     return statistics.fmean(record[name] for record in steps if name in record)
 
 
+def alone_seconds(record: core.Record) -> float:
+    """Return what a step has taken without communication, as `compare` measures steps."""
+    exposed: float = record.get("worker/exposed_seconds", 0.0)
+    wall: float = record["worker/wall_seconds"]
+    return wall - exposed
+
+
 def predict_again(settings: core.Settings, link: Conditions, before: Sequence[Steps]) -> float:
     """Predict the tokens per second of a run with these steps. `before`: of each worker."""
     config = core.load(settings)
     load = Workload.of(config, vocabulary_rows_of(config))
-    seconds = tuple(mean(steps, "worker/compute_seconds") for steps in before)
-    deviations = [
-        statistics.pstdev(one["worker/compute_seconds"] for one in steps) for steps in before
-    ]
+    timed = [[alone_seconds(one) for one in steps] for steps in before]
+    seconds = tuple(map(statistics.fmean, timed))
+    deviations = list(map(statistics.pstdev, timed))
     if load.workers == 1:
         return statistics.fmean(load.plan.tokens_per_step / one for one in seconds)
     jitter = min(1.0, statistics.fmean(deviations) / statistics.fmean(seconds))

@@ -46,10 +46,11 @@ from torchtitan_diloco.components.sampling import build_sampler
 from torchtitan_diloco.components.skipped_steps import SkippedSteps
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import SavedTelemetry, StepResult, Telemetry
+from torchtitan_diloco.components.traffic import traffic_of
 from torchtitan_diloco.components.validation import SavedValidation, build_validator
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.loader import SECRETS
-from torchtitan_diloco.config.schema import flat_settings, portable
+from torchtitan_diloco.config.schema import PRICES, flat_settings, portable
 from torchtitan_diloco.course import Course, JobCourse, counted_before
 from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.data.tokenizer import build_tokenizer
@@ -77,6 +78,7 @@ OWN_SETTINGS = {
     "run.preemption",
     "run.preemption_address",
     "data.cache_folder",
+    *PRICES,
     *MAY_DIFFER,
     *SECRETS,
 }
@@ -254,6 +256,8 @@ class Trainer:
             step=self.step,
             validated=self.validator.validated,
             has_control=has_control,
+            traffic=self.traffic,
+            price=config.price,
             epochs=epochs_text(epochs) if is_alone else "",
         )
 
@@ -386,7 +390,8 @@ class Trainer:
         data = f"{self.data.description}, tokenizer {self.tokenizer.name}"
         epochs = self.data.epochs(self.plan, self.data.position, self.plan.total_steps)
         # Before memory is allocated, as it raises if the run does not fit.
-        log_plan(self.plan, config, self.world, model=model, data=data, epochs=epochs)
+        self.traffic = traffic_of(config, self.plan, self.model)
+        log_plan(self.plan, config, self.world, model, data, epochs=epochs, traffic=self.traffic)
         if config.model.document_mask and self.world.is_first:
             for warning in self.data.long_documents():
                 logger.warning(warning)

@@ -20,7 +20,10 @@ from torchtitan_diloco.components.metrics import (
     kept_time,
 )
 from torchtitan_diloco.components.summary import log_summary
-from torchtitan_diloco.components.telemetry import SavedTelemetry, StepResult
+from torchtitan_diloco.components.telemetry import SavedTelemetry, StepResult, Telemetry
+from torchtitan_diloco.components.traffic import Traffic
+from torchtitan_diloco.config.schema import Price
+from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.report.page import facts_table
@@ -84,8 +87,30 @@ def train_workers(
                 own.publish(all=True)
         Clock.now += 3.0  # of the validation
         workers[0].write(steps[-1], {"loss/val": 1.5})
-        log_summary(workers[0], folder, steps[-1], (steps[-1], 1.5, 2.0), has_control=True)
+        summarize(workers[0], folder, steps[-1], (steps[-1], 1.5, 2.0), has_control=True)
         return [worker.saved_state() for worker in workers]
+
+
+def summarize(
+    own: Telemetry,
+    folder: Path,
+    step: int,
+    validated: tuple[int, float, float] | None,
+    *,
+    has_control: bool = False,
+) -> None:
+    """Log the summary of a run of two workers."""
+    traffic = Traffic(
+        diloco=DiLoCoConfig(workers=2),
+        fragments=[own.plan.parameters],
+        parameters=own.plan.parameters,
+        workers=2,
+        ranks=1,
+        steps=step,
+        reduce_dtype=own.plan.reduce_dtype,
+    )
+    price = Price(per_gb=50.0)
+    log_summary(own, folder, step, validated, has_control=has_control, traffic=traffic, price=price)
 
 
 def logged(messages: Sequence[str]) -> dict[str, str]:
@@ -120,6 +145,12 @@ def test_the_table_at_the_end_has_the_figures_of_the_report(
     for name in shared:
         assert log[name].startswith(report[name].text), name
     assert log["hidden"].startswith(f"{100 * (1 - 0.37 / 1.6):.1f} %"), "of both workers"
+    # 3.5 MB in each of twelve steps, of 2.23 seconds on the clock of both workers.
+    sent = re.match(r"each worker sends ([\d.]+) and .* ([\d.]+) GB in the run", log["traffic"])
+    assert sent is not None
+    assert float(sent[1]) == pytest.approx(3.5e-3 * 3600 / 2.23, rel=0.05)
+    assert sent[2] == "0.042"
+    assert " an hour, 4.20 in the run, of all of these" in log["cost"]
     last_hour = re.findall(r"[\d.]+ % in the last hour", log["kept time"])
     assert last_hour[0] in report["kept time"].note
     first, second = (records(tmp_path, worker=worker)[0] for worker in (0, 1))
@@ -146,7 +177,7 @@ def test_the_summary_counts_islands_that_came_later(
     with telemetry(None) as own:
         train(own, range(1, 9))
     caplog.set_level("INFO", "torchtitan_diloco")
-    log_summary(own, tmp_path, 10, None, has_control=False)
+    summarize(own, tmp_path, 10, None)
     expected = 8 * baseline_bytes(PLAN.parameters, 2) / 1e6
     assert logged(caplog.messages)[BASELINE].startswith(f"{expected:,.1f} MB")
     assert " MB after step 2, counted in the buffers" in caplog.text
@@ -170,7 +201,7 @@ def test_the_control_has_sent_what_it_averages_and_ratios_are_against_bf16(
             log(own, step)
         own.publish(all=True)
     caplog.set_level("INFO", "torchtitan_diloco")
-    log_summary(own, tmp_path, 8, None, has_control=False)
+    summarize(own, tmp_path, 8, None)
     table = logged(caplog.messages)
     assert table["sent by each worker"] == (
         f"{8 * factor * 2:.1f} MB, computed: {name} gradients, every step"

@@ -1,5 +1,6 @@
 """torchtitan-diloco compare"""
 
+import math
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +173,15 @@ def test_one_machine_answers_alone(
 
 
 CALM = trial.StepTimes(
-    device="CPU, 2 cores", mean_seconds=0.5, deviation=0.01, count=30, queued=0.1, crowded=""
+    device="CPU, 2 cores",
+    mean_seconds=0.5,
+    deviation=0.01,
+    count=30,
+    queued=0.1,
+    crowded="",
+    uncertainty=0.01,
+    least_seconds=0.4,
+    most_seconds=0.625,
 )
 DOUBTFUL = [
     ({"count": 3}, "has measured 3 steps, and advice needs 10: give --seconds 6s"),
@@ -180,11 +190,13 @@ DOUBTFUL = [
 ]
 
 
-def answer(path: Path, times: trial.StepTimes, bandwidth: str = "100Mbit") -> None:
+def answer(
+    path: Path, times: trial.StepTimes, bandwidth: str = "100Mbit", price: str = "0"
+) -> None:
     """Print the answer to steps of one machine."""
     words = [*SMALL, "--bandwidth", bandwidth, "--write", str(path)]
     options = compare._parse(words)[0]
-    config = from_command_line([*SMALL, "--diloco.workers", "2"])
+    config = from_command_line([*SMALL, "--diloco.workers", "2", "--price.per_gb", price])
     load = Workload.of(config, vocabulary=320)
     link = compare._given_link(options)
     compare._answer(options, config, load, machines=(["here"], [times]), link=link, rank=0)
@@ -203,18 +215,88 @@ def test_doubtful_steps_give_a_table_but_no_advice(
     assert not written.exists()
 
 
-def test_noisy_steps_give_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "is_advised"),
+    [({"uncertainty": 0.06}, True), ({"queued": 0.5}, False), ({"crowded": "load 8.0"}, False)],
+)
+def test_steps_that_vary_and_busy_cores_give_ranges(
+    changes: dict[str, Any],
+    is_advised: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     answer(tmp_path / "calm.toml", CALM)
     assert " ... " not in capsys.readouterr().out
-    noisy = msgspec.structs.replace(CALM, deviation=0.25, count=25)
-    assert noisy.uncertainty == pytest.approx(0.2)
-    answer(tmp_path / "noisy.toml", noisy)
+    answer(tmp_path / "noisy.toml", msgspec.structs.replace(CALM, **changes))
     printed = capsys.readouterr().out
-    # A step has 128 tokens, and takes half a second, a fifth more or less.
+    # A step has 128 tokens, and takes 0.4 to 0.625 seconds.
     alone = next(line for line in printed.splitlines() if "here alone" in line)
-    assert re.match(r"\| (\* )?here alone +\| 213 \.\.\. 307 +\| .* \| 1.00 x ", alone), alone
-    assert printed.count("| * ") == 1
-    assert (tmp_path / "noisy.toml").exists()
+    assert re.match(r"\| (\* )?here alone +\| 205 \.\.\. 320 +\| .* \| 1.00 x ", alone), alone
+    assert "400.0 ms to 625.0 ms on average over an eighth of the time" in printed
+    assert printed.count("| * ") == is_advised
+    assert (tmp_path / "noisy.toml").exists() == is_advised
+
+
+def test_a_price_makes_the_traffic_money(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(tmp_path / "free.toml", CALM)
+    assert "cost of a run" not in capsys.readouterr().out
+    answer(tmp_path / "paid.toml", CALM, price="1000")
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("| ")
+    ]
+    columns = cells[0]
+    assert columns[-1] == "cost of a run"
+    sent = columns.index("GB up a run")
+    rows = {row[0].removeprefix("* "): row for row in cells[2:]}
+    assert rows["here alone"][sent:] == ["", ""]
+    gradients = rows["data parallelism"]
+    assert float(gradients[-1].replace(",", "")) == pytest.approx(
+        2 * 1000 * float(gradients[sent]), rel=0.05
+    )
+
+
+def steps_of(*seconds: float) -> list[trial.Step]:
+    return [trial.Step(one, queued_seconds=0.0) for one in seconds]
+
+
+def test_the_first_half_of_the_time_is_not_measured() -> None:
+    slow_at_first = steps_of(4.0, 3.0, 2.0, *[1.0] * 10)
+    assert trial.warm(slow_at_first) == steps_of(*[1.0] * 9)
+    assert trial.warm(steps_of(1.0)) == steps_of(1.0)
+    assert trial.warm([]) == []
+
+
+def test_steps_are_measured_until_they_vary_little_or_for_long() -> None:
+    even = steps_of(*[0.1] * 40)
+    assert trial.uncertainty(even) == pytest.approx(0.0)
+    assert not trial.is_measured(even, seconds=2.1)
+    assert trial.is_measured(even, seconds=1.9)
+    # Half of the time another program was running: of independent steps, this many would do.
+    uneven = 2 * steps_of(*[0.1] * 100, *[0.2] * 100)
+    second_half = trial.warm(uneven)
+    assert trial.uncertainty(second_half) > trial.STEADY
+    total = sum(step.seconds for step in uneven)
+    assert not trial.is_measured(uneven, seconds=total / 3)
+    assert trial.is_measured(uneven, seconds=total / trial.LONGEST)
+    times = trial.StepTimes.of(second_half, device="", crowded="")
+    assert (times.least_seconds, times.most_seconds) == pytest.approx((0.1, 0.2))
+    assert times.ends == (times.least_seconds, times.most_seconds)
+    assert trial.uncertainty(steps_of(*[0.1] * (trial.BLOCKS - 1))) == math.inf
+
+
+def test_a_step_has_the_share_of_a_record_that_a_run_writes() -> None:
+    record = {
+        "worker/wall_seconds": 0.5,
+        "worker/step_seconds": 0.3,
+        "worker/agreement_seconds": 0.1,
+        "worker/queued_seconds": 0.02,
+    }
+    assert trial.step_of(record, log_every=10).seconds == pytest.approx(0.41)
+    assert trial.step_of(record, log_every=1) == trial.Step(0.5, 0.02)
 
 
 def test_settings_that_were_written_before_are_kept(
@@ -302,9 +384,10 @@ def test_a_trial_trains_the_share_of_one_machine(monkeypatch: pytest.MonkeyPatch
     words = ["--model.weights", "/no/where", "--checkpoint.mirror", "s3://no/where"]
     words += ["--data.mixture", "/no/where=1", "--run.preemption", "aws"]
     with trial_of("--training.global_batch_size", "8", *words) as running:
-        running.wait_for_steps(0.0, 0.0, seen.append)
+        running.wait_for_steps(since=0.0, is_enough=bool, meanwhile=seen.append)
         begun = time.time()
-        running.wait_for_steps(0.2, begun, seen.append)
+        enough = partial(trial.is_measured, seconds=0.1)
+        running.wait_for_steps(since=begun, is_enough=enough, meanwhile=seen.append)
         found = [step.seconds for step in running.steps(begun)]
         log = running._log.read_text()
         running.check()
@@ -336,7 +419,7 @@ def test_a_trial_trains_the_share_of_one_machine(monkeypatch: pytest.MonkeyPatch
 )
 def test_why_a_trial_has_ended(words: list[str], message: str) -> None:
     with trial_of(*words) as failing, pytest.raises(UserError, match=message):
-        failing.wait_for_steps(0.0, 0.0, lambda _: None)
+        failing.wait_for_steps(since=0.0, is_enough=bool, meanwhile=lambda _: None)
 
 
 # --- mistakes -------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from torchtitan_diloco.planner.plan import (
     parse_bandwidth,
     parse_duration,
     quantity,
-    store_text,
     variant_text,
 )
 from torchtitan_diloco.planner.prediction import Workload
@@ -65,13 +64,45 @@ def test_streams_and_buffers_for_a_long_link(
     assert re.search(expected, text) if expected else "streams" not in text
 
 
-def test_the_traffic_of_a_store() -> None:
-    """The syncer reads the parts of all islands, and writes a version, which all read."""
-    diloco = replace(load_config("35m", {}).diloco, workers=3, sync_every=50)
-    diloco = replace(diloco, quantization=replace(diloco.quantization, codec="fp32"))
-    rates = "receives 16 MB (25.6 Mbit/s) and sends 24 MB (38.4 Mbit/s)"
-    text = f"with 3 islands, their store {rates} every 50 steps"
-    assert store_text(10**6, diloco, step_seconds=0.1) == text
+def table_of(text: str, first_cell: str) -> dict[str, list[str]]:
+    """Return the cells of the table with this word in its first cell, by those of its rows."""
+    lines = text[text.index(f"| {first_cell} ") :].partition("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return {first: rest for first, *rest in (cells[0], *cells[2:])}
+
+
+def test_the_traffic_and_what_halves_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = plan("--diloco.quantization.codec", "int8", "--price.per_gb", "10")
+    words += ["--price.per_million_writes", "5"]
+    text = output(capsys, *words)
+    table = table_of(text, "each of")
+    columns = table.pop("each of")
+    assert [*table] == ["2 workers of a job", "2 islands in a provider's bucket", "their syncer"]
+    up, cost = columns.index("GB up a run"), columns.index("of a run")
+    of_job, of_islands, syncer = (
+        [float(cell.replace(",", "") or "nan") for cell in row] for row in table.values()
+    )
+    assert of_job[cost] == pytest.approx(2 * 10 * of_job[up], rel=0.05)
+    reads = columns.index("reads an hour")
+    assert of_job[reads] == 0
+    assert syncer[reads] > 7200, "a note of each island in a second"
+    assert of_islands[cost] > 10 * (2 * of_islands[up] + syncer[up + 1])
+    _, codec, twice = text[text.index("half of these bytes") :].splitlines()
+    assert codec.startswith("- --diloco.quantization.codec fp4_e3m0: ")
+    assert re.match(r"- --diloco.sync_every \d+: [\d.]+ GB up an hour, ", twice)
+    halved = float(twice.rpartition(" ")[2])
+    assert halved == pytest.approx(of_job[cost] / 2, rel=0.05)
+
+
+def test_the_traffic_of_islands_alone_if_they_are_set(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--islands.join", "runs/shared", "--islands.name", "a"]
+    table = table_of(output(capsys, *plan(*words)), "each of")
+    assert [*table][1:] == ["2 islands in a folder", "their syncer"]
+
+
+def test_nothing_halves_few_bits_in_few_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, *plan("--training.steps", "100"))
+    assert "nothing in this ladder halves these bytes: " in text
 
 
 def test_the_papers_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,6 +210,9 @@ MISTAKES = [
     (plan("--utilization", "95"), r"--utilization 95: give a share between"),
     (plan("--diloco.workers", "1"), r"there are no links"),
     (plan("--bandwith", "1Gbit"), r"bandwith = \"1Gbit\": unknown key"),
+    (plan("--price.per_gb", "-1"), r"price.per_gb = \"-1\": expected a number >= 0"),
+    (plan("--price.per_million_reads", "few"), r"reads = \"few\": expected a number$"),
+    (plan("--price-per-gb", "0.09"), r"price-per-gb = .*: unknown key; did you mean price.per_gb"),
     (KNOWN, r"give a model with --config"),
     (["--run", "nothere"], r"--run nothere: there is no run in nothere: it does not exist; give "),
     (["--run", "."], r"--run \.: there is no run in \.: it has no config\.toml; give the folder"),

@@ -8,8 +8,9 @@ from hypothesis import strategies as some
 
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.store import StoreError, open_store
-from torchtitan_diloco.store.location import OWN_BUCKET, check_location
+from torchtitan_diloco.store.location import OWN_BUCKET, check_location, kind_at
 from torchtitan_diloco.store.names import MOST_CHARACTERS, check_name, check_prefix
+from torchtitan_diloco.store.store import Kind
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,23 @@ def test_a_check_of_a_location_creates_nothing(tmp_path: Path) -> None:
     check_location(str(tmp_path / "run"))
     check_location("s3://bucket/run")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("server", "kind"), [("", Kind.CLOUD), ("http://10.0.0.1:8333", Kind.NEAR)]
+)
+def test_the_kind_of_a_store_is_known_before_it_is_opened(
+    server: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kind_at(str(tmp_path)) is Kind.FOLDER
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    assert kind_at("s3://bucket/run") is kind
+    assert kind_at("gs://bucket/run") is Kind.CLOUD, "whose server is not that of S3"
+    join = 'location = "s3://bucket"\naccess_key_id = "a"\nsecret_access_key = "b"\n'
+    if server:
+        join += f'endpoint = "{server}"\n'
+    (tmp_path / "join.toml").write_text(join)
+    assert kind_at(str(tmp_path / "join.toml")) is kind
 
 
 def test_the_folder_of_a_served_bucket_is_no_store(tmp_path: Path) -> None:

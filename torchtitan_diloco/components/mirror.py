@@ -53,6 +53,7 @@ MAY_CHANGE = (
     "parallel.fsdp",
     *({f"checkpoint.{setting.name}" for setting in fields(Checkpoint)} - {RESUME}),
     "metrics.",
+    "price.",
     "data.cache_folder",
     "run.preemption",
 )

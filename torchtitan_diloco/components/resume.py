@@ -54,7 +54,7 @@ from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import WORKER, World
 
 Shapes = dict[str, tuple[int, ...]]
-NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")
+NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "price.", "profiling.")
 
 
 def check_tokenizer(manifest: Manifest | None, name: str, fingerprint: str) -> None:

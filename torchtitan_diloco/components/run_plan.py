@@ -19,6 +19,7 @@ from torchtitan_diloco.base.hardware import (
 )
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.user import LOCAL_ISLANDS, UserError
+from torchtitan_diloco.components.traffic import Traffic, traffic_rows
 from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.schema import Config, Training
 from torchtitan_diloco.diloco.config import DiLoCoConfig
@@ -140,7 +141,13 @@ class AfterStep(NamedTuple):
 
 
 def log_plan(
-    plan: RunPlan, config: Config, world: World, model: str, data: str, epochs: Mapping[str, float]
+    plan: RunPlan,
+    config: Config,
+    world: World,
+    model: str,
+    data: str,
+    epochs: Mapping[str, float],
+    traffic: Traffic,
 ) -> None:
     """Log how the numbers of the run are derived, one line each, and warnings. Raise if it does not
     fit into memory. `epochs`: times that the run reads each corpus."""
@@ -173,6 +180,8 @@ def log_plan(
         "memory": f"{plan.parameters:,} parameters x {plan.inner_bytes:.3g} bytes / "
         f"{counted(ranks, 'rank')} = {gib:.2f} GiB a rank for parameters, gradients and "
         f"optimizer, {activations}",
+        # How long a step takes is not known yet.
+        **traffic_rows(traffic.parties(1.0), config.price, condition=" at steps of 1 s"),
     }
     for name, text in lines.items():
         logger.info(f"{name:<10} {text}")

@@ -24,6 +24,8 @@ from torchtitan_diloco.components.metrics import (
     kept_time,
 )
 from torchtitan_diloco.components.telemetry import Telemetry
+from torchtitan_diloco.components.traffic import Traffic, traffic_rows
+from torchtitan_diloco.config.schema import Price
 
 
 def log_summary(
@@ -33,6 +35,8 @@ def log_summary(
     validated: tuple[int, float, float] | None,
     *,
     has_control: bool,
+    traffic: Traffic,
+    price: Price,
     epochs: str = "",
 ) -> None:
     """Log the figures of a run, and the commands to run next.
@@ -47,6 +51,7 @@ def log_summary(
         )
     if telemetry.workers > 1:
         figures |= _bytes_sent(telemetry, step) | _shares(telemetry)
+    figures |= traffic_rows(traffic.counted(telemetry.totals), price)
     figures |= _kept_time(telemetry)
     if "," in epochs:  # of several corpora
         figures["read"] = epochs

@@ -324,7 +324,7 @@ class Checkpoint:
     adopt: bool = False
     """Continue the run whose copies are in `mirror` although `run.folder` has no checkpoint and the
     settings differ in more than the length of the run, its workers, ranks, batch size, link,
-    checkpoints and metrics. Otherwise, this is an error."""
+    checkpoints, metrics and prices. Otherwise, this is an error."""
     mirror_wait_seconds: NotNegative = 300
     """Seconds that a run waits at its end for the last copy. After a signal, it waits at most until
     the processes are killed."""
@@ -354,6 +354,30 @@ class Metrics:
     mlflow: str = ""
     """MLflow experiment that receives the same curves (extra `mlflow`), on the server in the
     environment variable MLFLOW_TRACKING_URI. Empty: none."""
+
+
+Amount = Annotated[float, Meta(ge=0)]
+
+
+@dataclass(frozen=True)
+class Price:
+    """Prices of your providers, in any currency, by which `plan`, `compare` and a run say what its
+    traffic costs."""
+
+    per_gb: Amount = 0.0
+    """Price of 10^9 bytes that leave the place where they are paid for: those that workers of a
+    job send, or those that are read from the bucket of islands."""
+    per_gb_up: Amount = 0.0
+    """Price of 10^9 bytes that are sent to the bucket of islands, if their machines are at a
+    provider that charges for what leaves it."""
+    per_million_reads: Amount = 0.0
+    """Price of a million requests that read an object of the bucket of islands."""
+    per_million_writes: Amount = 0.0
+    """Price of a million requests that write an object of that bucket, or list its objects."""
+
+
+PRICES = tuple(flat_settings(Price(), "price."))
+"""Keys of the prices, which differ between providers, and change nothing in a run."""
 
 
 @dataclass(frozen=True)
@@ -386,6 +410,7 @@ class Config:
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    price: Price = field(default_factory=Price)
     profiling: Profiling = field(default_factory=Profiling)
 
     @property

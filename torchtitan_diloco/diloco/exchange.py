@@ -84,6 +84,18 @@ def bytes_from_each(values: int, workers: int, codec: Codec) -> float:
     return whole if slices == 1 else 2 * whole / slices
 
 
+def exchange_bytes(values: int, workers: int, codec: Codec, ranks: int = 1) -> int:
+    """Return the bytes that a worker sends in an exchange, with headers. It receives as many.
+
+    `values`: those of the fragment on all `ranks` of the worker.
+    """
+    others = workers - 1
+    if not others:
+        return 0
+    payloads = int(others * bytes_from_each(values, workers, codec))
+    return payloads + others * ranks * header_bytes(workers)
+
+
 def slice_bounds(values: int, owners: int, worker: int) -> tuple[int, int]:
     """Return the range of a chunk's values that a worker averages: all of them, or a slice of whole
     units, whose encoded bytes are contiguous. It may be empty."""

@@ -57,9 +57,6 @@ from torchtitan_diloco.store import AwayError, DamagedObjectError, FullError, Ki
 
 NOTE_SECONDS = 1.0
 """Seconds between two notes without a change."""
-LEAST_PAUSE = {Kind.FOLDER: 0.1, Kind.NEAR: 0.1, Kind.CLOUD: 1.0}
-"""Minimum seconds between two notes, unless the next one has a new part and the store is no cloud:
-a bucket of a provider takes one write a second of a name."""
 LEAST_POLL, SHARE_OF_WAIT = 0.005, 1 / 16
 """While training waits, decisions are read after this share of the time for which it has waited,
 and at least these seconds, if that is less than `poll_seconds` and the store is no cloud."""
@@ -325,6 +322,7 @@ class Link:
 
     def _write_notes(self) -> None:
         kind = self.run.store.kind
+        pause = RATES[kind].note_seconds
         name = ISLAND + self.machine.incarnation
         while True:
             self._is_note_due.wait(NOTE_SECONDS)
@@ -341,9 +339,9 @@ class Link:
                 self._is_note_due.set()
                 self._sleep(AGAIN_SECONDS)
             if kind is Kind.CLOUD:
-                self._sleep(LEAST_PAUSE[kind])
+                self._sleep(pause)
             else:
-                self._is_part_new.wait(LEAST_PAUSE[kind])
+                self._is_part_new.wait(pause)
                 self._sleep(0.0)
 
     def _download(self) -> None:

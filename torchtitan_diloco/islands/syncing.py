@@ -76,6 +76,8 @@ TICK, BUSY = 0.02, 3.0
 LOOK_SECONDS = 0.1
 """Minimum seconds between two lists of notes and changes."""
 SWEEP_SECONDS = 60.0
+SWEPT = (f"{VERSION}/", f"{COPY}/", f"{OUTER}/", PART, ISLAND, FOUND, RUN)
+"""Prefixes of the names among which garbage is looked for."""
 STOP_SECONDS = 15.0
 """Time after `stop` for publishing what is being merged. The store may be gone for good."""
 LINES = 8
@@ -380,7 +382,7 @@ class Term:
             self._sleep(SWEEP_SECONDS)
             try:
                 names = set[str]()
-                for prefix in (f"{VERSION}/", f"{COPY}/", f"{OUTER}/", PART, ISLAND, FOUND, RUN):
+                for prefix in SWEPT:
                     names |= {owner_of(entry.name) for entry in self._run.store.list(prefix)}
                 with self._lock:
                     garbage = self.machine.garbage(sorted(names))

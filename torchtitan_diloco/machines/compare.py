@@ -10,12 +10,12 @@ import math
 import os
 import shlex
 import socket
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,14 @@ from torchtitan_diloco.base.reach import split_address
 from torchtitan_diloco.base.user import USER_ERROR, Parser, UserError, command_line
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.config.schema import flat_settings
-from torchtitan_diloco.machines.trial import Step, StepTimes, Trial, doubts_about
+from torchtitan_diloco.machines.trial import (
+    Step,
+    StepTimes,
+    Trial,
+    doubts_about,
+    is_measured,
+    warm,
+)
 from torchtitan_diloco.planner.plan import parse_bandwidth, parse_duration, quantity, variant_text
 
 if TYPE_CHECKING:
@@ -101,7 +108,13 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         type=parse_duration,
         help="with --bandwidth: latency one way, such as 0.1ms (0)",
     )
-    add("--seconds", type=parse_duration, default=15.0, help="how long to measure steps (15s)")
+    add(
+        "--seconds",
+        type=parse_duration,
+        default=15.0,
+        help="how long to measure steps, after as long to warm up, and up to three times as long "
+        "while they vary (15s)",
+    )
     add(
         "--wait",
         type=parse_duration,
@@ -260,15 +273,16 @@ def _measure_steps(
         report(steps)
 
     report = _progress_report(seconds)
-    trial.wait_for_steps(0.0, since=0.0, meanwhile=look)  # its first steps
+    trial.wait_for_steps(since=0.0, is_enough=bool, meanwhile=look)  # its first steps
     if pair is not None:
         say(f"this machine is ready; waiting for {pair.other}")
         pair.exchange("ready", trial.check)
     begun = time.time()
-    trial.wait_for_steps(seconds, since=begun, meanwhile=look)
+    is_enough = partial(is_measured, seconds=seconds)
+    trial.wait_for_steps(since=begun, is_enough=is_enough, meanwhile=look)
     if pair is not None:
         pair.exchange("measured", trial.check)  # it trains until the other has measured, too
-    mine = _step_times(trial.steps(begun), trial.threads, config)
+    mine = _step_times(warm(trial.steps(begun)), trial.threads, config)
     say(f"measured {counted(mine.count, 'step')} of {brief(mine.mean_seconds)}")
     return [mine] if pair is None else pair.exchange(mine)
 
@@ -283,7 +297,7 @@ def _progress_report(seconds: float) -> Callable[[list[Step]], None]:
             told_at = time.monotonic()
             last = f"the last of {brief(steps[-1].seconds)}, " if steps else ""
             took = sum(step.seconds for step in steps)
-            say(f"{counted(len(steps), 'step')} so far, {last}{took:.0f} of {seconds:.0f} s")
+            say(f"{counted(len(steps), 'step')} so far, {last}{took:.0f} of {2 * seconds:.0f} s")
 
     return report
 
@@ -294,15 +308,8 @@ def _step_times(steps: Sequence[Step], threads: int, config: Config) -> StepTime
     from torchtitan_diloco.base.hardware import describe_device
 
     device = torch.device("cuda" if _on_gpu(config) else "cpu")
-    seconds = [step.seconds for step in steps]
-    return StepTimes(
-        device=describe_device(device),
-        mean_seconds=statistics.fmean(seconds),
-        deviation=statistics.pstdev(seconds),
-        count=len(seconds),
-        queued=sum(step.queued_seconds for step in steps) / sum(seconds),
-        crowded=crowded(threads) if device.type == "cpu" else "",
-    )
+    crowding = crowded(threads) if device.type == "cpu" else ""
+    return StepTimes.of(steps, device=describe_device(device), crowded=crowding)
 
 
 class Link(msgspec.Struct):
@@ -382,7 +389,7 @@ def _answer(
         conditions,
         given=config.diloco,
         names=names,
-        uncertainties=[steps.uncertainty for steps in two],
+        ranges=[steps.ends for steps in two],
     )
     doubts = list(doubts_about(names, times))
     best = None if doubts else best_of(rows)
@@ -396,8 +403,12 @@ def _answer(
     )
     for name, steps in zip(names, times, strict=True):
         each = f"a step in {brief(steps.mean_seconds)} +- {brief(steps.deviation)}"
+        if not steps.is_steady:
+            least, most = map(brief, steps.ends)
+            each += f", {least} to {most} on average over an eighth of the time"
         print(f"{name}: {steps.device}; {each} ({counted(steps.count, 'step')})")
     print(f"link: {link.description}\n\n{table(load, rows, best)}\n")
+    print("GB up: each of two machines sends so much, and receives as much from the other\n")
     if best is None:
         print("no row is recommended, and no settings are written, as these speeds may be wrong:")
         print("\n".join(f"- {doubt}" for doubt in doubts))

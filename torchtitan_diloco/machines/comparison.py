@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from torchtitan_diloco.base.formatting import markdown_table
+from torchtitan_diloco.base.formatting import few_digits, markdown_table
+from torchtitan_diloco.components.traffic import cost, gigabytes, is_priced
 from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, Overlap, Quantization
 from torchtitan_diloco.planner.ladder import climb
@@ -18,8 +19,6 @@ from torchtitan_diloco.planner.prediction import Conditions, Workload
 
 ALMOST = 0.95
 """Share of the fastest that is as good."""
-NOISY = 0.05
-"""Uncertainty of a mean step time, as a share of it, from which speeds are ranges."""
 FEW_BITS = Quantization(codec="fp4_e3m0")
 AT_ONCE = Overlap(delay=0, mixing=0.0)
 
@@ -33,7 +32,6 @@ class Row:
     tokens_per_second: float
     least_and_most: tuple[float, float]
     """Tokens per second if the steps of both machines take as long, or as short, as they may."""
-    sent_bytes_per_step: float = 0.0
 
 
 def compare(
@@ -41,19 +39,21 @@ def compare(
     conditions: Conditions,
     given: DiLoCoConfig,
     names: Sequence[str],
-    uncertainties: Sequence[float] = (0.0, 0.0),
+    ranges: Sequence[tuple[float, float]] = (),
 ) -> list[Row]:
     """Predict each method with these settings, at equal tokens a step.
 
-    `names`: of the machines. `uncertainties`: of the mean step time of each machine, as a share of
-    it.
+    `names`: of the machines. `ranges`: of each machine, the least and the most mean seconds of a
+    step that a run may have. Empty: those of the conditions.
     """
     tokens = load.plan.tokens_per_step
     slow_and_fast = (conditions, conditions)
-    if max(uncertainties) > NOISY:
-        longest = [1 + share for share in uncertainties]
-        shortest = [1 / factor for factor in longest]
-        slow_and_fast = (_scaled(conditions, longest), _scaled(conditions, shortest))
+    if ranges:
+        shortest, longest = zip(*ranges, strict=True)
+        slow_and_fast = (
+            replace(conditions, step_seconds=longest),
+            replace(conditions, step_seconds=shortest),
+        )
     rows = []
     for machine, name in enumerate(names):
         share = tokens / load.workers
@@ -77,16 +77,9 @@ def compare(
                 machine=None,
                 tokens_per_second=tokens / prediction.step_seconds,
                 least_and_most=(least, most),
-                sent_bytes_per_step=prediction.sent_bytes_per_step,
             )
         )
     return rows
-
-
-def _scaled(conditions: Conditions, factors: Sequence[float]) -> Conditions:
-    """Return the conditions with the step time of each machine multiplied by its factor."""
-    pairs = zip(conditions.step_seconds, factors, strict=False)
-    return replace(conditions, step_seconds=tuple(seconds * factor for seconds, factor in pairs))
 
 
 def methods(load: Workload, conditions: Conditions, given: DiLoCoConfig) -> dict[str, DiLoCoConfig]:
@@ -130,20 +123,26 @@ def table(load: Workload, rows: Sequence[Row], best: Row | None) -> str:
     """Return the table of all rows, in which the best, if there is one, is marked."""
     tokens = load.plan.total_steps * load.plan.tokens_per_step
     alone = _fastest_alone(rows)
+    price = load.config.price
     cells = []
     for row in rows:
         speeds = row.least_and_most
-        cells.append(
-            [
-                f"* {row.name}" if row is best else row.name,
-                _range(f"{speed:,.{0 if speed >= 100 else 2}f}" for speed in speeds),
-                _range(hours(tokens / speed) for speed in reversed(speeds)),
-                _gain(row, alone),
-                f"{row.sent_bytes_per_step / 1e6:,.2f}" if row.machine is None else "",
-            ]
+        parties = load.traffic(row.diloco).parties(
+            load.plan.tokens_per_step / row.tokens_per_second
         )
-    columns = ["", "tokens/s", "hours", "of one machine", "MB sent a step"]
-    return markdown_table(columns, cells)
+        sent = [gigabytes(size) for one in parties for size in (one.hour.sent, one.run.sent)]
+        each = [
+            f"* {row.name}" if row is best else row.name,
+            _range(f"{speed:,.{0 if speed >= 100 else 2}f}" for speed in speeds),
+            _range(hours(tokens / speed) for speed in reversed(speeds)),
+            _gain(row, alone),
+            *(sent or ["", ""]),
+        ]
+        if is_priced(price):
+            each.append(few_digits(cost(parties, price)[1], 2) if parties else "")
+        cells.append(each)
+    columns = ["", "tokens/s", "hours", "of one machine", "GB up an hour", "GB up a run"]
+    return markdown_table(columns + ["cost of a run"] * is_priced(price), cells)
 
 
 def _fastest_alone(rows: Sequence[Row]) -> Row:

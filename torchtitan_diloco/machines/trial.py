@@ -3,15 +3,20 @@
 It is the same program that trains later, started by the same launcher with the same settings,
 except for the text, which every machine has, and everything that is not a step: validations,
 checkpoints, boards. It trains until it is stopped.
+
+The first half of the time is for warming up, and only steps of the second half are measured. Other
+programs slow down many steps in a row, so steps say less of their mean than as many independent
+values would: the uncertainty is that of the means of blocks of consecutive steps.
 """
 
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, Self
@@ -26,6 +31,7 @@ from torchtitan_diloco.base.hardware import (
     threads_of_process,
 )
 from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components.metrics import Record
 from torchtitan_diloco.components.records import METRICS_FILE, read_json_lines
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.checks import RUN_LENGTH
@@ -36,6 +42,16 @@ LEAST_STEPS = 3
 """Minimum number of steps to measure after them."""
 FEWEST_STEPS = 10
 """Number of measured steps that advice needs."""
+BLOCKS = 8
+"""Number of blocks of consecutive steps, of which the means are compared."""
+STUDENT = 2.4
+"""Standard errors of the mean of so many blocks that contain it with a probability of 95 %."""
+STEADY = 0.02
+"""Uncertainty of the mean, as a share of it, at which steps have been measured for long enough."""
+NOISY = 0.05
+"""Uncertainty of the mean, as a share of it, from which speeds are ranges."""
+LONGEST = 4
+"""Multiple of the given time after which steps are no longer measured, however much they vary."""
 MOST_STEPS = 10**9
 """Number of steps of a trial, so large that it only ends when it is stopped."""
 STOP_SECONDS = 15.0
@@ -46,7 +62,7 @@ OF_A_RUN = ("NNODES", "NODE_RANK", "RDZV_ENDPOINT", "RANK", "LOCAL_RANK", "WORLD
 
 class Step(NamedTuple):
     seconds: float
-    """Wall time."""
+    """Wall time in a run, which writes records less often than a trial."""
     queued_seconds: float
     """Time for which the training thread was ready to run but had no core."""
 
@@ -60,11 +76,79 @@ class StepTimes(msgspec.Struct):
     """Share of the steps for which the training thread was ready to run but had no core."""
     crowded: str
     """A warning if this machine has much more work than cores."""
+    uncertainty: float
+    """That of the mean, as a share of it."""
+    least_seconds: float
+    """Mean of the steps of the fastest block."""
+    most_seconds: float
+    """Mean of the steps of the slowest block."""
+
+    @classmethod
+    def of(cls, steps: Sequence[Step], *, device: str, crowded: str) -> "StepTimes":
+        """Return the times of the steps that were measured."""
+        seconds = [step.seconds for step in steps]
+        means = _block_means(steps)
+        return cls(
+            device=device,
+            mean_seconds=statistics.fmean(seconds),
+            deviation=statistics.pstdev(seconds),
+            count=len(seconds),
+            queued=sum(step.queued_seconds for step in steps) / sum(seconds),
+            crowded=crowded,
+            uncertainty=uncertainty(steps),
+            least_seconds=min(means),
+            most_seconds=max(means),
+        )
 
     @property
-    def uncertainty(self) -> float:
-        """Two standard errors of the mean, as a share of it."""
-        return 2 * self.deviation / math.sqrt(self.count) / self.mean_seconds
+    def is_steady(self) -> bool:
+        """Whether a run will have the same steps if nothing else changes."""
+        is_quiet = self.queued <= SHORT_OF_CORES and not self.crowded
+        return is_quiet and self.uncertainty <= NOISY
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Mean seconds of a step that a run may have: at least, and at most."""
+        if self.is_steady:
+            return self.mean_seconds, self.mean_seconds
+        return self.least_seconds, self.most_seconds
+
+
+def _block_means(steps: Sequence[Step]) -> list[float]:
+    """Return the mean seconds of the steps of each block."""
+    blocks = min(BLOCKS, len(steps))
+    bounds = [len(steps) * number // blocks for number in range(blocks + 1)]
+    return [
+        statistics.fmean(step.seconds for step in steps[first:last])
+        for first, last in pairwise(bounds)
+    ]
+
+
+def uncertainty(steps: Sequence[Step]) -> float:
+    """Return the uncertainty of the mean of the steps, as a share of it."""
+    if len(steps) < BLOCKS:
+        return math.inf
+    means = _block_means(steps)
+    return STUDENT * statistics.stdev(means) / math.sqrt(BLOCKS) / statistics.fmean(means)
+
+
+def warm(steps: Sequence[Step]) -> Sequence[Step]:
+    """Return the steps of the second half of the time, without the one in its middle."""
+    left = sum(step.seconds for step in steps) / 2
+    for number, step in enumerate(steps):
+        left -= step.seconds
+        if left < 0:
+            return steps[number + 1 :] or steps[number:]
+    return steps
+
+
+def is_measured(steps: Sequence[Step], seconds: float) -> bool:
+    """Return whether steps were measured for so long, after as long to warm up, and vary so little
+    that more of them change nothing, or were measured for long enough."""
+    took = sum(step.seconds for step in steps)
+    if took < 2 * seconds:
+        return False
+    return uncertainty(warm(steps)) <= STEADY or took >= LONGEST * seconds
 
 
 class Trial:
@@ -86,6 +170,7 @@ class Trial:
         self._folder = TemporaryDirectory(prefix="torchtitan-diloco-compare-")
         self._log = Path(self._folder.name, "log.txt")
         self._records = Path(self._folder.name, "run", "worker-0", METRICS_FILE)
+        self._log_every = config.metrics.log_every
         batch = config.training.global_batch_size
         settings = {
             "run.folder": str(Path(self._folder.name, "run")),
@@ -162,7 +247,7 @@ class Trial:
         """Return each step that ended after a given time, except the first ones."""
         records = read_json_lines(self._records)[0] if self._records.exists() else []
         return [
-            Step(record["worker/wall_seconds"], record["worker/queued_seconds"])
+            step_of(record, self._log_every)
             for record in records
             if record.get("worker/steps")
             and record["step"] > WARM_UP_STEPS
@@ -170,21 +255,33 @@ class Trial:
         ]
 
     def wait_for_steps(
-        self, seconds: float, since: float, meanwhile: Callable[[list[Step]], None]
+        self,
+        since: float,
+        is_enough: Callable[[list[Step]], bool],
+        meanwhile: Callable[[list[Step]], None],
     ) -> None:
-        """Wait until steps of this many seconds, and a minimum number, have ended after a given
-        time.
+        """Wait until a minimum number of steps, and enough of them, have ended after a given time.
 
         `meanwhile` is called repeatedly with the steps so far.
         """
         while True:
             measured = self.steps(since)
-            took = sum(step.seconds for step in measured)
-            if len(measured) >= LEAST_STEPS and took >= seconds:
+            if len(measured) >= LEAST_STEPS and is_enough(measured):
                 return
             self.check()
             meanwhile(measured)
             time.sleep(0.2)
+
+
+def step_of(record: Record, log_every: int) -> Step:
+    """Return the step of a record, as a run takes it that writes one after every `log_every` steps.
+
+    Beside training and waiting for other ranks, a trial spends the time of a step on its record.
+    """
+    wall = record["worker/wall_seconds"]
+    needed = record["worker/step_seconds"] + record["worker/agreement_seconds"]
+    writing = max(0.0, wall - needed)
+    return Step(wall - writing + writing / log_every, record["worker/queued_seconds"])
 
 
 def doubts_about(names: Sequence[str], times: Sequence[StepTimes]) -> Iterator[str]:

@@ -5,10 +5,13 @@ fp4_e3m0, then H to its double, again and again (docs/report-and-plan.md).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torchtitan_diloco.base.formatting import clock, markdown_table
+from torchtitan_diloco.base.formatting import clock, few_digits, markdown_table
+from torchtitan_diloco.components.metrics import HOUR
+from torchtitan_diloco.components.traffic import Party, cost, gigabytes, is_priced
+from torchtitan_diloco.config.schema import Price
 from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
 from torchtitan_diloco.diloco.config import FEW_ROUNDS, DiLoCoConfig, Quantization
 from torchtitan_diloco.planner.prediction import Conditions, Prediction, Workload
@@ -36,9 +39,27 @@ def rungs(given: DiLoCoConfig, total_steps: int) -> Iterator[DiLoCoConfig]:
         if _bits(wire) < _bits(now.quantization):
             now = replace(now, quantization=wire)
             yield now
-    while 2 * now.sync_every <= min(LARGEST_SYNC_EVERY, total_steps // FEW_ROUNDS):
+    while _may_double(now, total_steps):
         now = replace(now, sync_every=2 * now.sync_every)
         yield now
+
+
+def _may_double(now: DiLoCoConfig, total_steps: int) -> bool:
+    """Return whether the ladder doubles H of these settings once more."""
+    return 2 * now.sync_every <= min(LARGEST_SYNC_EVERY, total_steps // FEW_ROUNDS)
+
+
+def halvings(now: DiLoCoConfig, total_steps: int) -> Iterator[DiLoCoConfig]:
+    """Yield settings that send at most half of the bytes of others, each with one change that the
+    ladder would make, too."""
+    bits = _bits(now.quantization)
+    for codec in CODECS:
+        wire = replace(now.quantization, codec=codec)
+        if _bits(wire) <= bits / 2:
+            yield replace(now, quantization=wire)
+            break
+    if _may_double(now, total_steps):
+        yield replace(now, sync_every=2 * now.sync_every)
 
 
 def settings_that_fit(
@@ -55,7 +76,7 @@ def settings_that_fit(
         transfers: seconds of all transfers of a cycle, with these settings.
         step: seconds of a step.
     """
-    before = _settings(given.sync_every, given.overlap.delay, given.quantization.codec)
+    before = _settings_of(given)
     fitting = before
     for rung in rungs(given, LARGEST_SYNC_EVERY * FEW_ROUNDS):
         codec = rung.quantization.codec
@@ -68,6 +89,10 @@ def settings_that_fit(
         if needed <= rung.sync_every:
             break
     return {name: value for name, value in fitting.items() if value != before[name]}
+
+
+def _settings_of(given: DiLoCoConfig) -> dict[str, object]:
+    return _settings(given.sync_every, given.overlap.delay, given.quantization.codec)
 
 
 def _settings(sync_every: int, delay: int, codec: str) -> dict[str, object]:
@@ -104,7 +129,8 @@ def ladder_text(
     for diloco, prediction in tried.items():
         name = f"H {diloco.sync_every}, tau {diloco.overlap.delay}, {diloco.quantization.codec}"
         rows.append(_cells(f"* {name}" if diloco is best else name, prediction))
-    table = markdown_table(["settings", "utilization", "ms a step", "MB sent a step"], rows)
+    columns = ["settings", "utilization", "ms a step", "MB sent a step", "GB sent an hour"]
+    table = markdown_table(columns, rows)
     duration = clock(load.plan.total_steps * tried[best].step_seconds)
     result = f"* is the first to reach {100 * wanted:g} %"
     if tried[best].utilization < wanted:
@@ -116,4 +142,35 @@ def _cells(name: str, prediction: Prediction) -> list[str]:
     utilization = math.floor(1e3 * prediction.utilization + 1e-8) / 10  # 94.99 % is not 95 %
     milliseconds = 1e3 * prediction.step_seconds
     sent = prediction.sent_bytes_per_step / 1e6
-    return [name, f"{utilization:.1f} %", f"{milliseconds:,.1f}", f"{sent:,.2f}"]
+    an_hour = gigabytes(prediction.sent_bytes_per_step * HOUR / prediction.step_seconds)
+    return [name, f"{utilization:.1f} %", f"{milliseconds:,.1f}", f"{sent:,.2f}", an_hour]
+
+
+def halvings_text(
+    given: DiLoCoConfig, fewer: Mapping[DiLoCoConfig, Sequence[Party]], price: Price
+) -> str:
+    """Say which settings halve the traffic.
+
+    `fewer`: the `halvings` of the settings `given`, and who then transfers what.
+    """
+    lines = list[str]()
+    before = _settings_of(given)
+    for diloco, parties in fewer.items():
+        changed = {
+            key: value for key, value in _settings_of(diloco).items() if value != before[key]
+        }
+        words = " ".join(f"--{key} {value}" for key, value in changed.items())
+        first = parties[0]
+        line = (
+            f"- {words}: {gigabytes(first.hour.sent)} GB up an hour, "
+            f"{gigabytes(first.run.sent)} in the run"
+        )
+        if is_priced(price):
+            line += f", which costs {few_digits(cost(parties, price)[1], 2)}"
+        lines.append(line)
+    if not lines:
+        return (
+            "nothing in this ladder halves these bytes: no format of it has half of the bits, and "
+            f"twice the H is above {LARGEST_SYNC_EVERY}, or leaves fewer than {FEW_ROUNDS} rounds"
+        )
+    return "\n".join(["half of these bytes, or less, at the same length of a step:", *lines])

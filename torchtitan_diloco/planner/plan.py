@@ -233,7 +233,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     print(ladder_text(load, conditions, tried=tried, best=best, wanted=options.utilization))
     if conditions.bytes_in_flight > STREAM_BYTES:
         print(f"\n{streams_text(conditions, best.link, load.ranks)}")
-    print(f"\n{store_text(load.plan.parameters, best, max(conditions.step_seconds))}")
+    print(f"\n{traffic_text(load, best, tried[best].step_seconds)}")
     if options.write is not None:
         comment = f"Utilization of {tried[best].utilization:.1%} predicted for {link}"
         text = variant_text(
@@ -271,21 +271,21 @@ def streams_text(conditions: "Conditions", link: "Link", ranks: int) -> str:
     )
 
 
-def store_text(parameters: int, diloco: "DiLoCoConfig", step_seconds: float) -> str:
-    """Describe the traffic of a store if the workers are islands: the syncer reads the parts of
-    all, and writes a version, which all read."""
-    from torchtitan_diloco.diloco.codecs import build_codec
+def traffic_text(load: "Workload", diloco: "DiLoCoConfig", step_seconds: float) -> str:
+    """Describe the traffic with these settings, and say which ones would halve it."""
+    from torchtitan_diloco.components.traffic import traffic_table, ways_to_meet
+    from torchtitan_diloco.planner.ladder import halvings, halvings_text
 
-    part = build_codec(diloco.quantization).wire_bytes(parameters)
-    workers = diloco.workers
-    seconds = diloco.sync_every * step_seconds
-    sizes = {"receives": (workers + 1) * part, "sends": 2 * workers * part}
-    rates = (
-        f"{verb} {quantity(size, 'B')} ({quantity(8 * size / seconds, 'bit/s')})"
-        for verb, size in sizes.items()
-    )
+    price = load.config.price
+    ways = ways_to_meet(load.traffic(diloco))
+    parties = {name: way.parties(step_seconds) for name, way in ways.items()}
+    fewer = {
+        other: load.traffic(other).parties(step_seconds)
+        for other in halvings(diloco, load.plan.total_steps)
+    }
     return (
-        f"with {workers} islands, their store {' and '.join(rates)} every {diloco.sync_every} steps"
+        f"traffic at steps of {quantity(step_seconds, 's')}, in GB of 10^9 bytes:\n\n"
+        f"{traffic_table(parties, price)}\n\n{halvings_text(diloco, fewer, price)}"
     )
 
 

@@ -25,6 +25,7 @@ from torchtitan_diloco.base.hardware import GIB, PEAK_BF16_FLOPS
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.metrics import GRADIENTS, all_reduce_bytes
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
+from torchtitan_diloco.components.traffic import Traffic, traffic_of
 from torchtitan_diloco.config.loader import load_config, shipped_configs
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco.codecs import build_codec
@@ -35,12 +36,11 @@ from torchtitan_diloco.diloco.config import (
     Fragments,
     Quantization,
 )
-from torchtitan_diloco.diloco.exchange import bytes_from_each, chunk_and_window, slice_owners
+from torchtitan_diloco.diloco.exchange import chunk_and_window, exchange_bytes, slice_owners
 from torchtitan_diloco.diloco.formats import FORMATS
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import state_bytes
 from torchtitan_diloco.diloco.schedule import build_schedule
-from torchtitan_diloco.diloco.transport import header_bytes
 from torchtitan_diloco.models import build_model
 from torchtitan_diloco.models.interface import flops_per_token, parameter_counts
 
@@ -202,8 +202,7 @@ def predict_exchange(
     owners = slice_owners(conditions.workers, codec)
     chunk, window = chunk_and_window(-(-largest // ranks), codec, streams=streams, owners=owners)
     hops = 1 if owners == 1 else 2
-    sent = int(others * bytes_from_each(values, conditions.workers, codec))
-    sent += others * ranks * header_bytes(conditions.workers)
+    sent = exchange_bytes(values, conditions.workers, codec, ranks)
     chunks = -(-values // (ranks * chunk))
     idle = chunks / max(1, window // hops) - 1  # a long link idles while the window is in flight
     round_trips = sent / (others * ranks * streams * STREAM_BYTES) - 1  # after the first windows
@@ -264,6 +263,7 @@ def predict_data_parallel(
 class Workload:
     """Model and length of a run, for which any settings of the outer loop can be predicted."""
 
+    config: Config
     model: nn.Module
     """Model on the meta device."""
     plan: RunPlan
@@ -286,7 +286,7 @@ class Workload:
             muon=config.optimizer.name == "muon",
             reduce_dtype=config.parallel.reduce_dtype,
         )
-        return Workload(model=model, plan=plan, workers=workers, ranks=ranks)
+        return Workload(config=config, model=model, plan=plan, workers=workers, ranks=ranks)
 
     def fragments(self, config: Fragments) -> tuple[int, ...]:
         """Return the parameters of each fragment, in the order in which fragments are sent."""
@@ -297,6 +297,10 @@ class Workload:
         backward pass yields them."""
         *blocks, outside = self.fragments(Fragments("sequential", layers_per_fragment=1))
         return (*reversed(blocks), outside)
+
+    def traffic(self, diloco: DiLoCoConfig) -> Traffic:
+        """Return the traffic of the run with these settings."""
+        return traffic_of(replace(self.config, diloco=diloco), self.plan, self.model)
 
     def predict(self, diloco: DiLoCoConfig, conditions: Conditions) -> Prediction:
         """Predict the steady state, or the whole run if it has a beginning."""

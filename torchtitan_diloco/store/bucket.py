@@ -1,6 +1,5 @@
 """A bucket as a store: S3, GCS, Azure, and services with their protocols, through obstore."""
 
-import os
 import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -15,12 +14,11 @@ from torchtitan_diloco.store.errors import (
     RefusedError,
     StoreError,
 )
-from torchtitan_diloco.store.join_file import JoinFile, check_endpoint, kind_of
+from torchtitan_diloco.store.join_file import JoinFile, endpoint_of_environment, kind_of
 from torchtitan_diloco.store.store import (
     MOST_RAW_BYTES,
     SEAL_BYTES,
     Backend,
-    Kind,
     Listed,
     Raw,
     Sealed,
@@ -37,12 +35,6 @@ SILENCE_SECONDS = 2
 connect. Of a content that is written, they include the upload."""
 PAGE = 1000
 """Objects in a reply to a list."""
-ENDPOINTS = {
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    "gs": (),
-    "az": ("AZURE_STORAGE_ENDPOINT",),
-}
-"""Variables that name the server of a bucket, by its scheme."""
 ONE_BY_ONE = {"disable_bulk_delete": "true"}
 """A deletion in bulk is answered with status 200 even if it is refused."""
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
@@ -81,13 +73,13 @@ class Bucket(Backend):
         }
         if join is None:
             self.location = location
-            endpoint = _endpoint_of_environment(self._scheme)
+            endpoint = endpoint_of_environment(self._scheme)
             self.kind = kind_of(endpoint)
         else:
             self.location = join.shown
             self.own_prefix = join.prefix
             endpoint = join.server
-            self.kind = Kind(join.kind) if join.kind else kind_of(endpoint, join.certificate)
+            self.kind = join.store_kind
             if join.certificate:
                 options["root_certificate"] = join.certificate
         options["allow_http"] = endpoint.startswith("http://")
@@ -289,15 +281,6 @@ class Bucket(Backend):
 
 def _says(error: Exception, words: tuple[str, ...]) -> bool:
     return any(word in str(error) for word in words)
-
-
-def _endpoint_of_environment(scheme: str) -> str:
-    """Return the URL of a server that a variable names, or an empty string."""
-    for variable in ENDPOINTS[scheme]:
-        if endpoint := os.environ.get(variable, ""):
-            check_endpoint(variable, endpoint)
-            return endpoint
-    return ""
 
 
 def _config(join: JoinFile) -> dict[str, str]:

@@ -14,6 +14,7 @@ Only the first, third and fourth lines are required. A file is never logged.
 """
 
 import ipaddress
+import os
 import ssl
 import tomllib
 from dataclasses import dataclass, field, fields
@@ -26,6 +27,12 @@ from torchtitan_diloco.store.store import Kind
 
 MOST_FILE_BYTES = 2**16
 REQUIRED = ("location", "access_key_id", "secret_access_key")
+ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": (),
+    "az": ("AZURE_STORAGE_ENDPOINT",),
+}
+"""Variables that name the server of a bucket, by its scheme."""
 OWN_DOMAINS = (".local", ".localhost", ".internal", ".lan", ".home.arpa")
 """Domains of names that no provider uses."""
 
@@ -49,6 +56,11 @@ class JoinFile:
     def server(self) -> str:
         """URL of the server."""
         return self.endpoint or f"https://s3.{self.region}.amazonaws.com"
+
+    @property
+    def store_kind(self) -> Kind:
+        """Kind of the store: that of the file, or else of its server."""
+        return Kind(self.kind) if self.kind else kind_of(self.server, self.certificate)
 
     @property
     def shown(self) -> str:
@@ -130,6 +142,15 @@ def check_endpoint(key: str, endpoint: str) -> None:
         raise RefusedError(
             f"{key} = {shown!r} is not the address of a server; give https://HOST:PORT"
         )
+
+
+def endpoint_of_environment(scheme: str) -> str:
+    """Return the URL of a server that a variable names, or an empty string."""
+    for variable in ENDPOINTS[scheme]:
+        if endpoint := os.environ.get(variable, ""):
+            check_endpoint(variable, endpoint)
+            return endpoint
+    return ""
 
 
 def kind_of(endpoint: str, certificate: str = "") -> Kind:

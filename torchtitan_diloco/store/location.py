@@ -5,8 +5,14 @@ from pathlib import Path
 from torchtitan_diloco.base.user import UserError, install_command
 from torchtitan_diloco.store.errors import RefusedError
 from torchtitan_diloco.store.folder import Folder
-from torchtitan_diloco.store.join_file import JoinFile, check_bucket_url, read_join_file
-from torchtitan_diloco.store.store import PATIENCE_SECONDS, Backend, Store
+from torchtitan_diloco.store.join_file import (
+    JoinFile,
+    check_bucket_url,
+    endpoint_of_environment,
+    kind_of,
+    read_join_file,
+)
+from torchtitan_diloco.store.store import PATIENCE_SECONDS, Backend, Kind, Store
 
 BUCKETS = ("s3", "gs", "az")
 JOIN_FILE = ".toml"
@@ -69,6 +75,16 @@ def is_bucket(location: str) -> bool:
     if separator:
         return scheme in BUCKETS
     return bool(location) and Path(location).expanduser().is_file()
+
+
+def kind_at(location: str) -> Kind:
+    """Return the kind of the store at a location, which is not opened."""
+    place = _parse(location)
+    if isinstance(place, Path):
+        return Kind.FOLDER
+    if isinstance(place, JoinFile):
+        return place.store_kind
+    return kind_of(endpoint_of_environment(place.partition("://")[0]))
 
 
 def _parse(location: str) -> Path | JoinFile | str:
