@@ -49,7 +49,7 @@ def test_weights_and_biases_has_islands_in_one_group(
     fake = SimpleNamespace(init=init, Error=OSError, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for folder, run in (("island-0", "abc"), ("island-1", "abc"), ("job", "")):
-        with telemetry(tmp_path / folder, wandb="slow-links", run=run) as own:
+        with telemetry(tmp_path / folder, boards=("wandb:slow-links",), run=run) as own:
             train(own, range(1, 3))
     found = [(one["name"], one["group"], one["job_type"]) for one in begun]
     assert found == [
@@ -67,7 +67,7 @@ def test_weights_and_biases_gets_the_same_curves(
     names = []
     folder = tmp_path / "worker-0"
     for step in (0, 4):
-        with telemetry(tmp_path, wandb="slow-links", step=step, run="the-group") as own:
+        with telemetry(tmp_path, boards=("wandb:slow-links",), step=step, run="the-group") as own:
             train(own, range(step + 1, step + 5))
             own.files.write(SampleRecord(step + 4, 0.0, "if a < b:\n    b"))
         names.append((folder / "wandb/run-id").read_text())
@@ -114,11 +114,11 @@ def test_a_board_never_ends_training_and_is_named_once(
 ) -> None:
     board = Failing(*failing)
     monkeypatch.setattr(tensorboard, "TensorBoard", lambda _: board)
-    with telemetry(tmp_path, tensorboard=True) as own:
+    with telemetry(tmp_path, boards=("tensorboard",)) as own:
         train(own, range(1, 7))
     assert board.calls == ["add", "add", "add", "close"]
     assert caplog.messages == [
-        f"TensorBoard: ValueError: cannot {failing[0]}; its curves have gaps, the records have all "
+        f"tensorboard: ValueError: cannot {failing[0]}; its curves have gaps, the records have all "
         "numbers"
     ]
     assert [one["step"] for one in records(tmp_path)] == [2, 4, 6]
@@ -133,11 +133,12 @@ def test_a_resumed_run_goes_on_without_a_board_that_does_not_open(
         raise UserError("nobody answers")
 
     monkeypatch.setattr(tensorboard, "TensorBoard", refuse)
-    with pytest.raises(UserError, match="nobody answers"), telemetry(tmp_path, tensorboard=True):
+    boards = ("tensorboard",)
+    with pytest.raises(UserError, match="nobody answers"), telemetry(tmp_path, boards=boards):
         pass
-    with telemetry(tmp_path, tensorboard=True, step=2) as own:
+    with telemetry(tmp_path, boards=boards, step=2) as own:
         train(own, range(3, 5))
-    assert "TensorBoard: nobody answers; its curves have gaps" in caplog.text
+    assert "tensorboard: nobody answers; its curves have gaps" in caplog.text
     assert [one["step"] for one in records(tmp_path)] == [4]
 
 
@@ -233,7 +234,7 @@ def tracking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracking]:
 def test_mlflow_has_islands_in_one_group_and_resumes(tmp_path: Path, tracking: Tracking) -> None:
     folders = ("island-0", "abc", 0), ("island-1", "abc", 0), ("job", "", 0), ("island-0", "abc", 2)
     for folder, run, step in folders:
-        with telemetry(tmp_path / folder, mlflow="slow links", run=run, step=step) as own:
+        with telemetry(tmp_path / folder, boards=("mlflow:slow links",), run=run, step=step) as own:
             train(own, range(step + 1, step + 3))
     assert tracking.experiments == {"slow links": "e0"}
     names = [(one["name"], one["tags"]) for one in tracking.runs.values()]
@@ -263,7 +264,7 @@ def test_mlflow_gets_all_settings_and_finite_numbers(tmp_path: Path, tracking: T
 def test_a_server_that_fails_later_is_said_once(
     tmp_path: Path, tracking: Tracking, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with telemetry(tmp_path, mlflow="slow links") as own:
+    with telemetry(tmp_path, boards=("mlflow:slow links",)) as own:
         tracking.fails = True
         train(own, range(1, 5))
     assert [one.message for one in caplog.records if "MLflow" in one.message] == [
@@ -280,7 +281,7 @@ def test_a_server_that_hangs_stops_nothing(
     mlflow = import_module(f"{BOARDS}.mlflow")  # not an attribute of an import before
     monkeypatch.setattr(mlflow, "MOST_WAITING", 2)
     monkeypatch.setattr(mlflow, "CLOSE_SECONDS", 0.01)
-    with telemetry(tmp_path, mlflow="slow links") as own:
+    with telemetry(tmp_path, boards=("mlflow:slow links",)) as own:
         tracking.hold.clear()
         train(own, range(1, 9))
     assert caplog.text.count("MLflow: has not answered for long; its curves have gaps") == 1
@@ -290,11 +291,12 @@ def test_a_server_that_is_not_there_is_an_error_at_the_start(
     tmp_path: Path, tracking: Tracking
 ) -> None:
     tracking.fails = True
-    with pytest.raises(UserError) as caught, telemetry(tmp_path, mlflow="slow links"):
+    boards = ("mlflow:slow links",)
+    with pytest.raises(UserError) as caught, telemetry(tmp_path, boards=boards):
         pass
     assert str(caught.value) == (
-        'metrics.mlflow = "slow links": API request failed (MLFLOW_TRACKING_URI is the address of '
-        "the server, MLFLOW_TRACKING_TOKEN or MLFLOW_TRACKING_USERNAME logs in)"
+        'metrics.boards = "mlflow:slow links": API request failed (MLFLOW_TRACKING_URI is the '
+        "address of the server, MLFLOW_TRACKING_TOKEN or MLFLOW_TRACKING_USERNAME logs in)"
     )
 
 
@@ -302,7 +304,7 @@ def test_mlflow_itself_has_the_curves(tmp_path: Path, monkeypatch: pytest.Monkey
     mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
-    with telemetry(tmp_path / "island-0", mlflow="slow links", run="abc") as own:
+    with telemetry(tmp_path / "island-0", boards=("mlflow:slow links",), run="abc") as own:
         train(own, range(1, 5))
         own.files.write(SampleRecord(4, 0.0, "one\ntwo"))
     client = mlflow.MlflowClient()

@@ -46,7 +46,7 @@ def test_two_changes_add_a_metric(tmp_path: Path) -> None:
     changes = {
         "diloco.workers": 1,
         "diloco.measure_every": 1,
-        "metrics.tensorboard": "true",
+        "metrics.boards": "tensorboard",
         "validation.every": 0,
     }
     chosen = streaming(write_text(tmp_path), **changes)

@@ -31,7 +31,7 @@ def test_all_workers_sample_the_shared_parameters(
 ) -> None:
     """Each is sharded over two processes. At the end, the text is that of the last checkpoint."""
     chosen = settings(text, **FP32, **SAMPLED, training__batch_size=3, optimizer__lr=0.02)
-    chosen |= {"checkpoint.at_end": "true", "metrics.tensorboard": "true"}
+    chosen |= {"checkpoint.at_end": "true", "metrics.boards": "tensorboard"}
     folder = Path(processes.run(run, 4, chosen)[0])
     first, second = (records(folder, "sample", worker) for worker in (0, 1))
     assert [record["step"] for record in first] == [3, 6, 8]

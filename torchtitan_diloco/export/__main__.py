@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from torchtitan_diloco import __version__
 from torchtitan_diloco.base.process import run_and_exit
+from torchtitan_diloco.base.registry import add_imports_option
 from torchtitan_diloco.base.user import USER_ERROR, Parser, UserError, command_line
 from torchtitan_diloco.components.sampling import TEMPERATURE, encode_prompt
 from torchtitan_diloco.config import to_toml
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
+    add_imports_option(parser)
     if name == "generate":
         _add_prompts(parser)
         tokens_help = "maximum number of tokens to generate (default 100)"
