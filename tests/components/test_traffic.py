@@ -70,7 +70,7 @@ def test_workers_send_what_is_predicted(
     headers = rounds * len(traffic(chosen).fragments) * (workers - 1) * header_bytes(workers)
     assert party.run.sent == pytest.approx(sum(counted) / workers, abs=headers)
     assert party.run.sent == party.run.received
-    assert party.count == workers
+    assert party.members == workers
 
 
 def test_a_resumed_run_sends_the_rest() -> None:

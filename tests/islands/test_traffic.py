@@ -15,6 +15,7 @@ from tests.islands.by_hand import syncer
 from tests.islands.trainees import TOKENS, Trainee, trained
 from torchtitan_diloco.base.usage import Usage
 from torchtitan_diloco.diloco import Quantization
+from torchtitan_diloco.islands import link
 from torchtitan_diloco.islands.payload import HEADER_BYTES
 from torchtitan_diloco.islands.rules.settings import RATES
 from torchtitan_diloco.islands.syncing import SWEEP_SECONDS, SWEPT
@@ -47,6 +48,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[int, Calls]:
     for verb in VERBS:
         monkeypatch.setattr(Folder, verb, counting(verb, getattr(Folder, verb)))
     monkeypatch.setattr(Folder, "kind", Kind.NEAR)
+    # Islands that wait look more often. On a busy machine, they wait.
+    monkeypatch.setattr(link, "LEAST_POLL", RATES[Kind.NEAR].poll_seconds)
     return found
 
 

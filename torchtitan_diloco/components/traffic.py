@@ -41,7 +41,7 @@ class Party(NamedTuple):
 
     name: str
     """Of one of them, for users."""
-    count: int
+    members: int
     hour: Usage
     """What one of them transfers in an hour."""
     run: Usage
@@ -77,7 +77,7 @@ class Traffic:
         steps_an_hour = HOUR / step_seconds
         hour = Usage(*[self._bytes_a_step * steps_an_hour] * 2)
         run = Usage(*[self._bytes_in_run] * 2)
-        return [Party(name="worker", count=self.workers, hour=hour, run=run)]
+        return [Party(name="worker", members=self.workers, hour=hour, run=run)]
 
     def _islands(self, store: Kind, step_seconds: float) -> list[Party]:
         from torchtitan_diloco.islands.traffic import Meeting  # a job needs nothing of islands
@@ -86,13 +86,13 @@ class Traffic:
         steps = self.steps - self.first_step
         island = Party(
             name="island",
-            count=self.workers,
+            members=self.workers,
             hour=meeting.island_a_second.times(HOUR),
             run=meeting.of_island(steps),
         )
         syncer = Party(
             name="syncer",
-            count=1,
+            members=1,
             hour=meeting.syncer_a_second.times(HOUR),
             run=meeting.of_syncer(steps),
         )
@@ -199,8 +199,8 @@ def cost(parties: Iterable[Party], price: Price) -> tuple[float, float]:
     hour = 0.0
     run = 0.0
     for party in parties:
-        hour += party.count * _cost_of(party.hour, price, is_job=party.name == "worker")
-        run += party.count * _cost_of(party.run, price, is_job=party.name == "worker")
+        hour += party.members * _cost_of(party.hour, price, is_job=party.name == "worker")
+        run += party.members * _cost_of(party.run, price, is_job=party.name == "worker")
     return hour, run
 
 
@@ -229,7 +229,7 @@ def traffic_rows(parties: Sequence[Party], price: Price, *, condition: str = "")
         hour = party.hour
         run = party.run
         row = "traffic" if party is parties[0] else party.name
-        each = f"each {party.name}" if party.count > 1 else f"the {party.name}"
+        each = f"each {party.name}" if party.members > 1 else f"the {party.name}"
         text = (
             f"{each} sends {gigabytes(hour.sent)} and receives {gigabytes(hour.received)} GB an "
             f"hour{condition}, {gigabytes(run.sent)} and {gigabytes(run.received)} GB in the run"
@@ -260,7 +260,7 @@ def traffic_table(groups: Mapping[str, Sequence[Party]], price: Price) -> str:
         costs = [few_digits(amount, 2) for amount in cost(group, price)]
         for party in group:
             is_first = party is group[0]
-            label = f"{counted(party.count, party.name)} {name}"
+            label = f"{counted(party.members, party.name)} {name}"
             if not is_first:
                 label = f"their {party.name}"
             volumes = (party.hour.sent, party.hour.received, party.run.sent, party.run.received)

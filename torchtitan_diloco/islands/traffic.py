@@ -2,8 +2,9 @@
 
 Parts, versions and copies are counted to the byte, without the seals of a store. The requests
 follow from the pauses of the loops that make them, in link.py, syncing.py and heard.py, as if calls
-took no time: calls of many milliseconds make them fewer. Notes and decisions, of some kB each, are
-counted as requests only.
+took no time: calls of many milliseconds make them fewer, and waiting for others makes an island
+read more, except in a provider's bucket. Notes and decisions, of some kB each, are counted as
+requests only.
 """
 
 import math
