@@ -6,9 +6,9 @@ Jobs and the syncer of islands call `outer_step` with the rule of `OUTER_OPTIMIZ
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,7 +55,8 @@ def constant(number: float) -> Tensor:
 # --- the rules ------------------------------------------------------------------------------------
 
 
-class Direction(NamedTuple):
+@dataclass(frozen=True)
+class Direction:
     """What a rule turns into the direction of a step."""
 
     config: OuterOptimizer
