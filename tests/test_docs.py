@@ -47,6 +47,8 @@ SHORT = "--training.steps 12 --lr_schedule.warmup 1"
 """What one that does not set its length gets, too, instead of 1,000 steps, which take minutes."""
 ELSEWHERE = {
     ("AGENTS.md", ".ci/run"): "an hour; tests/test_release.py",
+    ("algorithm.md", "my_formats"): "a file of yours; tests/diloco/test_added.py",
+    ("algorithm.md", "my_outer"): "a file of yours; tests/diloco/test_added.py",
     ("CONTRIBUTING.md", "requirements.lock"): "network; tests/test_release.py",
     ("CONTRIBUTING.md", "scripts/build_site.sh"): "installs Sphinx; tests/test_site.py",
     ("CONTRIBUTING.md", "scripts/lock.sh"): "network; tests/test_release.py",

@@ -100,7 +100,7 @@ def imports_words() -> list[str]:
 def import_modules(names: Iterable[str]) -> None:
     """Import modules of the current folder, or installed ones, which add entries to dicts."""
     here = os.getcwd()  # noqa: PTH109
-    if not {"", here} & set(sys.path):  # it is there after `python -m`
+    if not {"", here} & set(sys.path):  # it is there if a module was started
         sys.path.insert(0, here)
     for name in names:
         try:

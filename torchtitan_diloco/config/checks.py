@@ -41,8 +41,6 @@ PATHS = (
 
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("activation_checkpoint.mode", ("every_nth", "selective")): ("every",),
-    ("diloco.outer_optimizer.name", ("nesterov", "momentum", "adam")): ("momentum",),
-    ("diloco.outer_optimizer.name", ("adam",)): ("beta2", "epsilon"),
 }
 """A setting and some of its values, and the settings of its section that only these values read.
 The entries of a dict say so themselves."""
