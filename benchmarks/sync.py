@@ -156,7 +156,7 @@ class Case:
             fragments=Fragments(layers_per_fragment=0),
             overlap=Overlap(delay=self.delay, mixing=0.0),
             outer_optimizer=OuterOptimizer(name="nesterov", lr=0.7, momentum=0.9),
-            quantization=Quantization(codec=self.codec),  # type: ignore[arg-type]
+            quantization=Quantization(codec=self.codec),
         )
 
 

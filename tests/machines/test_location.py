@@ -47,7 +47,7 @@ def examine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return run
 
 
-def store_decision(location: Path, **changed: float) -> None:
+def store_decision(location: Path, **changed: Any) -> None:
     """Store a decision of a run with an island whose steps take a tenth of a second."""
     store = open_store(location)
     settings = settings_of(config(8), sync_every=99, **changed)

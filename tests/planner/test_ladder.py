@@ -58,7 +58,7 @@ def test_rungs_change_one_setting_after_the_other_if_it_is_a_gain(
     total_steps: int, expected: list[str]
 ) -> None:
     sync_every, delay, codec = expected[0].split()
-    wire, overlap = replace(GIVEN.quantization, codec=codec), Overlap(delay=int(delay))  # type: ignore[arg-type]
+    wire, overlap = replace(GIVEN.quantization, codec=codec), Overlap(delay=int(delay))
     outer = OuterOptimizer("sgd", lr=1.0) if codec == "topk" else OuterOptimizer()
     given = replace(
         GIVEN,
