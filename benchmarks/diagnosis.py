@@ -121,7 +121,7 @@ SETTINGS = {
     "checkpoint.every": "20",
     "checkpoint.every_minutes": "0",
     "checkpoint.at_end": "false",
-    "metrics.tensorboard": "false",
+    "metrics.boards": "none",
     "metrics.log_every": "20",
     "run.device": "cpu",
     "diloco.fragments.layers_per_fragment": "2",

@@ -57,7 +57,7 @@ RUN = {
     "checkpoint.every_minutes": "0",
     "lr_schedule.warmup": "5",
     "metrics.log_every": "1",
-    "metrics.tensorboard": "false",
+    "metrics.boards": "none",
     "run.restarts": "0",
     "run.deterministic": "true",
     "validation.every": "0",

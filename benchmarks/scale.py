@@ -69,7 +69,7 @@ COMMON = {
     "lr_schedule.warmup": "0.2",
     "checkpoint.every_minutes": "2",
     "checkpoint.keep_latest": "1",
-    "metrics.tensorboard": "false",
+    "metrics.boards": "none",
     "run.restarts": "0",
     "run.device": "auto",
 }

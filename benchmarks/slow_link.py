@@ -40,7 +40,7 @@ COMMON = {
     "validation.every": "0",
     "checkpoint.at_end": "false",
     "checkpoint.every_minutes": "0",
-    "metrics.tensorboard": "false",
+    "metrics.boards": "none",
     "run.device": "cpu",
     "diloco.sync_every": str(SYNC_EVERY),
     "diloco.fragments.layers_per_fragment": "2",

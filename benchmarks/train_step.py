@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config import Config
-from torchtitan_diloco.config.schema import Optimizer
+from torchtitan_diloco.config.parts import OPTIMIZERS
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.distributed.world import join_world, leave_world, pick_device
@@ -212,7 +211,7 @@ def part_seconds(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
     found = {name: [core.timed(between_exchanges).wall / OUTER_STEPS for _ in range(rounds)]}
     outer.close()
     steps = {}
-    for name in get_args(get_type_hints(Optimizer)["name"]):
+    for name in OPTIMIZERS:
         inner = replace(config.optimizer, name=name)
         optimizer = build_optimizer(trainer.model, inner, trainer.plan.total_steps)
         set_lr(optimizer, 0.0)

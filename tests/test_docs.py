@@ -40,7 +40,7 @@ SHELL = {"PATH": "/usr/local/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 PROGRAMS = {"torchtitan-diloco": "torchtitan_diloco.cli", "torchrun": "torch.distributed.run"}
 SMALL = (
     "--model.layers 2 --training.batch_size 2 --training.sequence_length 64 "
-    "--validation.sequences 8 --metrics.tensorboard false"
+    "--validation.sequences 8 --metrics.boards none"
 )
 """What every training gets as well."""
 SHORT = "--training.steps 12 --lr_schedule.warmup 1"

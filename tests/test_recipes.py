@@ -209,7 +209,7 @@ def test_the_commands_of_the_container_file_run_in_an_empty_folder(tmp_path: Pat
         "lr_schedule.warmup": "1",
         "diloco.workers": "1",
         "validation.every": "0",
-        "metrics.tensorboard": "false",
+        "metrics.boards": "none",
         "run.folder": "a",
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", value)]

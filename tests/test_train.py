@@ -30,6 +30,7 @@ from torchtitan_diloco.components.run_plan import (
     plan_run,
 )
 from torchtitan_diloco.config import Config, load_config
+from torchtitan_diloco.config.parts import OPTIMIZERS
 from torchtitan_diloco.config.schema import Checkpoint, Compile, Training
 from torchtitan_diloco.data.tokenizer import main as train_tokenizer
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer, Overlap
@@ -122,7 +123,7 @@ def test_all_that_is_missing_is_listed_at_once(
         patch("subprocess.Popen", side_effect=AssertionError("a process was started")),
     ):
         words = (
-            "--config 1b --metrics.wandb x --metrics.mlflow y --islands.local 2 --run.device cuda "
+            "--config 1b --metrics.boards wandb:x mlflow:y --islands.local 2 --run.device cuda "
             "--checkpoint.mirror ftp://name:password@host/run"
         )
         assert launch(words.split()) == 2
@@ -136,7 +137,7 @@ def test_all_that_is_missing_is_listed_at_once(
         in error
     )
     assert "password" not in error
-    assert '\n  metrics.mlflow = "y": set MLFLOW_TRACKING_URI to the address of the' in error
+    assert "\n  metrics.boards: mlflow:y: set MLFLOW_TRACKING_URI to the address of the" in error
     source = "--source hf:allenai/c4/en:train"
     assert f"tokenizer {source} --vocab-size 32000 --out data/c4-32k.json" in error
     assert re.search(rf"prepare {source} .* --max-tokens 25\d{{9}}\n", error), "20 a parameter"
@@ -232,27 +233,27 @@ COMES_ON_TOP = "activations come on top"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "muon", "diloco", "checkpoint", "needed", "parts"),
+    ("ranks", "optimizer", "diloco", "checkpoint", "needed", "parts"),
     [
-        (1, False, NONE, NO_SAVES, 16, f"(16.0 {STATE}; {COMES_ON_TOP})"),
-        (2, False, NONE, Checkpoint(), 44, f"(32.0 {STATE} + 12.0 copies of a save; "),
-        (2, False, DiLoCoConfig(), NO_SAVES, 56, f"(32.0 {STATE} + 24.0 outer state; "),
-        (2, False, DiLoCoConfig(), Checkpoint(), 104, " + 24.0 outer state + 48.0 copies of a "),
-        (1, False, WAITING, Checkpoint(), 48, " + 12.0 outer state + 20.0 copies of a save; "),
-        (1, True, WITHOUT_MOMENTUM, Checkpoint(), 38, "(13.0 parameters, "),
+        (1, "adamw", NONE, NO_SAVES, 16, f"(16.0 {STATE}; {COMES_ON_TOP})"),
+        (2, "adamw", NONE, Checkpoint(), 44, f"(32.0 {STATE} + 12.0 copies of a save; "),
+        (2, "adamw", DiLoCoConfig(), NO_SAVES, 56, f"(32.0 {STATE} + 24.0 outer state; "),
+        (2, "adamw", DiLoCoConfig(), Checkpoint(), 104, " + 24.0 outer state + 48.0 copies of a "),
+        (1, "adamw", WAITING, Checkpoint(), 48, " + 12.0 outer state + 20.0 copies of a save; "),
+        (1, "muon", WITHOUT_MOMENTUM, Checkpoint(), 38, "(13.0 parameters, "),
     ],
 )
 def test_what_does_not_fit_into_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     ranks: int,
-    muon: bool,
+    optimizer: str,
     diloco: DiLoCoConfig,
     checkpoint: Checkpoint,
     needed: int,
     parts: str,
 ) -> None:
     """A quarter of the parameters are embeddings, which are AdamW's with either optimizer."""
-    plan = plan_run(Training(steps=10), 1, GIB, GIB // 4, muon=muon)
+    plan = plan_run(Training(steps=10), 1, GIB, GIB // 4, optimizer=OPTIMIZERS[optimizer])
     config = replace(Config(), diloco=diloco, checkpoint=checkpoint)
     check = partial(check_memory, plan, ALONE, config)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
@@ -270,7 +271,14 @@ def test_a_batch_whose_activations_do_not_fit_is_named_before_training(
     """Two ranks with 1 GiB of state each, and 8 GiB of activations for 64 sequences."""
     caplog.set_level(logging.WARNING)
     config = replace(debug(training__batch_size="64"), diloco=NONE, checkpoint=NO_SAVES)
-    plan = plan_run(Training(steps=10), 1, GIB // 16, 0, muon=False, activation_bytes=8 * GIB)
+    plan = plan_run(
+        Training(steps=10),
+        ranks=1,
+        parameters=GIB // 16,
+        embedding_parameters=0,
+        optimizer=OPTIMIZERS["adamw"],
+        activation_bytes=8 * GIB,
+    )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     def check(available: int, config: Config = config) -> None:

@@ -58,7 +58,7 @@ def settings(text: Path, **changes: Any) -> dict[str, str]:
         "validation.every": 4,
         "validation.sequences": 7,
         "metrics.log_every": 1,
-        "metrics.tensorboard": "false",
+        "metrics.boards": "none",
         "checkpoint.at_end": "false",
         "checkpoint.every_minutes": 0,
         "diloco.workers": 1,
@@ -171,7 +171,7 @@ def test_phases_of_the_data_are_recorded(text: Path) -> None:
     other.write_text(text.read_text()[::-1])
     weights = {"data.corpus": "", "data.mixture": f"{text}=3 {other}=1"}
     phases = {"data.phases": f'[{{start = 0.5, mixture = {{"{other}" = 1}}}}]'}
-    chosen = settings(text, metrics__tensorboard="true") | weights | phases
+    chosen = settings(text, metrics__boards="tensorboard") | weights | phases
     for stop_after in ("3", "6", "0"):
         train(chosen | {"training.stop_after": stop_after})
     folder = Path(chosen["run.folder"])
@@ -220,7 +220,7 @@ def test_each_part_knows_whether_it_is_due(tmp_path: Path, after: AfterStep, exp
     model = torch.nn.Linear(2, 2)
     outer = DataParallel(model)
     plan = RunPlan(6, 0, accumulation=1, tokens_per_step=1, total_steps=11)
-    metrics = Metrics(log_every=3, tensorboard=False)
+    metrics = Metrics(log_every=3, boards=())
     telemetry = Telemetry(metrics, world, None, plan, outer, step=0, flops_per_token=1)
     validator = Validator(4, model, [], world, outer)
 

@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = {
     "lr_schedule.warmup": 2,
     "diloco.sync_every": 4,
     "validation.sequences": 8,
-    "metrics.tensorboard": "false",
+    "metrics.boards": "none",
     "metrics.log_every": 5,
     "checkpoint.every_minutes": 0,
 }

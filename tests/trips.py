@@ -47,7 +47,7 @@ SMALL = {
     "lr_schedule.warmup": "2",
     "validation.every": "0",
     "metrics.log_every": "2",
-    "metrics.tensorboard": "false",
+    "metrics.boards": "none",
     "checkpoint.every": "4",
     "checkpoint.at_end": "false",
     "diloco.workers": "2",

@@ -1,6 +1,5 @@
 """Trainer: builds the parts of a run from its configuration, and trains."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -17,12 +16,12 @@ from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_folder import Manifest, folder_of_worker
 from torchtitan_diloco.components.garbage import GarbageCollection
 from torchtitan_diloco.components.loss import loss_head
+from torchtitan_diloco.components.lr_schedule import lr_factor
 from torchtitan_diloco.components.mirror import build_mirror, new_identity
 from torchtitan_diloco.components.optimizer import (
     build_optimizer,
     clipped_step,
     gradient_norm,
-    lr_factor,
     read_later,
     set_lr,
 )
@@ -48,13 +47,14 @@ from torchtitan_diloco.components.telemetry import StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator, open_held_out
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.loader import SECRETS
+from torchtitan_diloco.config.parts import OPTIMIZERS
 from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.course import Course, JobCourse, counted_before
 from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diagnosis.watch import Diagnosis, Stacks
 from torchtitan_diloco.diloco import StreamingDiLoCo
-from torchtitan_diloco.diloco.agreement import agree, code_facts
+from torchtitan_diloco.diloco.agreement import agree, code_facts, module_facts
 from torchtitan_diloco.diloco.config import MAY_DIFFER
 from torchtitan_diloco.diloco.data_parallel import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import (
@@ -394,7 +394,7 @@ class Trainer:
             ranks=self.ranks,
             parameters=counts["total"],
             embedding_parameters=counts["embedding"],
-            muon=config.optimizer.name == "muon",
+            optimizer=OPTIMIZERS[config.optimizer.name],
             start_step=start_step,
             start_tokens=start_tokens,
             reduce_dtype=config.parallel.reduce_dtype,
@@ -486,9 +486,10 @@ class Trainer:
         facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
         if join := self.config.islands.join:
             facts["run in islands.join"] = location_id(join)
+        # FLAVORS may have models of other modules than those of run.imports.
+        modules = {type(self.model).__module__, *self.config.run.imports}
+        for name in sorted(modules):
+            if not name.startswith(f"{__package__}."):
+                facts |= module_facts(name)
         code = [PACKAGE / name for name in COMPUTES]
-        model = sys.modules[type(self.model).__module__]  # FLAVORS may have those of other packages
-        source = getattr(model, "__file__", None)  # that of an interactive session has none
-        if source and not model.__name__.startswith(f"{__package__}."):
-            code.append(Path(source))
         agree(facts | code_facts(*code), self.world.control, "rank")

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import pytest
 
-from torchtitan_diloco.base.registry import OneOf, Part
+from torchtitan_diloco.base.registry import Entry, OneOf
 from torchtitan_diloco.base.settings import Section, choices_of, setting_types
 
-SHAPES = {"round": Part(build="fractions:Fraction"), "square": Part(build=str)}
+SHAPES = {"round": Entry(build="fractions:Fraction"), "square": Entry(build=str)}
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Shape(Section):
     other: Annotated[str, OneOf(SHAPES)] | None = None
 
 
-def test_a_part_is_a_module_and_an_attribute_or_given_itself() -> None:
+def test_an_entry_is_a_module_and_an_attribute_or_given_itself() -> None:
     from fractions import Fraction
 
     assert SHAPES["round"].load() is Fraction
@@ -34,6 +34,6 @@ def test_only_names_of_the_dict_are_taken_also_those_that_were_added(
             Shape(**{name: wrong})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"square; did you mean square\?$"):
         Shape(**{name: "squared"})
-    monkeypatch.setitem(SHAPES, "squared", Part(build=str))
+    monkeypatch.setitem(SHAPES, "squared", Entry(build=str))
     assert getattr(Shape(**{name: "squared"}), name) == "squared"
     assert choices_of(setting_types(Shape)[name]) == ["round", "square", "squared"]

@@ -48,7 +48,7 @@ def test_weights_and_biases_has_islands_in_one_group(
     fake = SimpleNamespace(init=init, Error=OSError, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for folder, run in (("island-0", "abc"), ("island-1", "abc"), ("job", "")):
-        with telemetry(tmp_path / folder, wandb="slow-links", run=run) as own:
+        with telemetry(tmp_path / folder, boards=("wandb:slow-links",), run=run) as own:
             train(own, range(1, 3))
     found = [(one["name"], one["group"], one["job_type"]) for one in begun]
     assert found == [
@@ -66,7 +66,7 @@ def test_weights_and_biases_gets_the_same_curves(
     names = []
     folder = tmp_path / "worker-0"
     for step in (0, 4):
-        with telemetry(tmp_path, wandb="slow-links", step=step, run="the-group") as own:
+        with telemetry(tmp_path, boards=("wandb:slow-links",), step=step, run="the-group") as own:
             train(own, range(step + 1, step + 5))
         names.append((folder / "wandb/run-id").read_text())
     assert names[0] == names[1], "a resumed run goes on"
@@ -109,11 +109,11 @@ def test_a_board_never_ends_training_and_is_named_once(
 ) -> None:
     board = Failing(*failing)
     monkeypatch.setattr(tensorboard, "TensorBoard", lambda _: board)
-    with telemetry(tmp_path, tensorboard=True) as own:
+    with telemetry(tmp_path, boards=("tensorboard",)) as own:
         train(own, range(1, 7))
     assert board.calls == ["add", "add", "add", "close"]
     assert caplog.messages == [
-        f"TensorBoard: ValueError: cannot {failing[0]}; its curves have gaps, the records have all "
+        f"tensorboard: ValueError: cannot {failing[0]}; its curves have gaps, the records have all "
         "numbers"
     ]
     assert [one["step"] for one in records(tmp_path)] == [2, 4, 6]
@@ -129,10 +129,10 @@ def test_a_resumed_run_goes_on_without_a_board_that_does_not_open(
 
     monkeypatch.setattr(tensorboard, "TensorBoard", refuse)
     with pytest.raises(UserError, match="nobody answers"):
-        telemetry(tmp_path, tensorboard=True)
-    with telemetry(tmp_path, tensorboard=True, step=2) as own:
+        telemetry(tmp_path, boards=("tensorboard",))
+    with telemetry(tmp_path, boards=("tensorboard",), step=2) as own:
         train(own, range(3, 5))
-    assert "TensorBoard: nobody answers; its curves have gaps" in caplog.text
+    assert "tensorboard: nobody answers; its curves have gaps" in caplog.text
     assert [one["step"] for one in records(tmp_path)] == [4]
 
 
@@ -225,7 +225,7 @@ def tracking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracking]:
 def test_mlflow_has_islands_in_one_group_and_resumes(tmp_path: Path, tracking: Tracking) -> None:
     folders = ("island-0", "abc", 0), ("island-1", "abc", 0), ("job", "", 0), ("island-0", "abc", 2)
     for folder, run, step in folders:
-        with telemetry(tmp_path / folder, mlflow="slow links", run=run, step=step) as own:
+        with telemetry(tmp_path / folder, boards=("mlflow:slow links",), run=run, step=step) as own:
             train(own, range(step + 1, step + 3))
     assert tracking.experiments == {"slow links": "e0"}
     names = [(one["name"], one["tags"]) for one in tracking.runs.values()]
@@ -253,7 +253,7 @@ def test_mlflow_gets_all_settings_and_finite_numbers(tmp_path: Path, tracking: T
 def test_a_server_that_fails_later_is_said_once(
     tmp_path: Path, tracking: Tracking, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with telemetry(tmp_path, mlflow="slow links") as own:
+    with telemetry(tmp_path, boards=("mlflow:slow links",)) as own:
         tracking.fails = True
         train(own, range(1, 5))
     assert [one.message for one in caplog.records if "MLflow" in one.message] == [
@@ -270,7 +270,7 @@ def test_a_server_that_hangs_stops_nothing(
     mlflow = import_module(f"{BOARDS}.mlflow")  # not an attribute of an import before
     monkeypatch.setattr(mlflow, "MOST_WAITING", 2)
     monkeypatch.setattr(mlflow, "CLOSE_SECONDS", 0.01)
-    with telemetry(tmp_path, mlflow="slow links") as own:
+    with telemetry(tmp_path, boards=("mlflow:slow links",)) as own:
         tracking.hold.clear()
         train(own, range(1, 9))
     assert caplog.text.count("MLflow: has not answered for long; its curves have gaps") == 1
@@ -281,10 +281,10 @@ def test_a_server_that_is_not_there_is_an_error_at_the_start(
 ) -> None:
     tracking.fails = True
     with pytest.raises(UserError) as caught:
-        telemetry(tmp_path, mlflow="slow links")
+        telemetry(tmp_path, boards=("mlflow:slow links",))
     assert str(caught.value) == (
-        'metrics.mlflow = "slow links": API request failed (MLFLOW_TRACKING_URI is the address of '
-        "the server, MLFLOW_TRACKING_TOKEN or MLFLOW_TRACKING_USERNAME logs in)"
+        'metrics.boards = "mlflow:slow links": API request failed (MLFLOW_TRACKING_URI is the '
+        "address of the server, MLFLOW_TRACKING_TOKEN or MLFLOW_TRACKING_USERNAME logs in)"
     )
 
 
@@ -292,7 +292,7 @@ def test_mlflow_itself_has_the_curves(tmp_path: Path, monkeypatch: pytest.Monkey
     mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
-    with telemetry(tmp_path / "island-0", mlflow="slow links", run="abc") as own:
+    with telemetry(tmp_path / "island-0", boards=("mlflow:slow links",), run="abc") as own:
         train(own, range(1, 5))
     client = mlflow.MlflowClient()
     where = client.get_experiment_by_name("slow links").experiment_id

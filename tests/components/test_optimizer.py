@@ -14,11 +14,11 @@ from torch.nn.utils import clip_grad_norm_
 
 from tests.diloco.toy import join, parameters
 from tests.processes import ProcessPool
+from torchtitan_diloco.components.lr_schedule import lr_factor
 from torchtitan_diloco.components.optimizer import (
     build_optimizer,
     clipped_step,
     gradient_norm,
-    lr_factor,
     set_lr,
 )
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
@@ -46,7 +46,7 @@ def test_lr_rises_then_falls_to_the_floor(schedule: LrSchedule, total: int) -> N
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "wsd"])
 def test_lr_at_the_marks(decay: str) -> None:
-    schedule = LrSchedule(warmup=10, decay=decay, decay_fraction=0.5, floor=0.1)  # type: ignore[arg-type]
+    schedule = LrSchedule(warmup=10, decay=decay, decay_fraction=0.5, floor=0.1)
     assert lr_factor(1, 110, schedule) == pytest.approx(0.1)
     assert lr_factor(10, 110, schedule) == pytest.approx(1.0)
     assert lr_factor(110, 110, schedule) == pytest.approx(0.1)
@@ -94,7 +94,7 @@ def set_gradients(model: nn.Module, step: int) -> None:
 def train(name: str, max_norm: float, *, together: bool, broken: bool = False) -> list[Tensor]:
     """Return parameters and moments after three steps, of which the second may have a NaN."""
     model = Net()
-    optimizer = build_optimizer(model, Optimizer(name=name), total_steps=10)  # type: ignore[arg-type]
+    optimizer = build_optimizer(model, Optimizer(name=name), total_steps=10)
     for step in range(3):
         set_gradients(model, step)
         if broken and step == 1:

@@ -107,7 +107,7 @@ def telemetry(
 ) -> Telemetry:
     """Without process groups: the sums over ranks are this rank's own numbers."""
     world, loop = World(rank, workers, workers, CPU), cast(OuterLoop, outer or Outer())
-    shown = Metrics(**({"tensorboard": False} | config))
+    shown = Metrics(**({"boards": ()} | config))
     chosen = {"run.seed": 1}
     return Telemetry(
         shown, world, folder, plan, loop, step, flops_per_token=1, settings=chosen, run=run
@@ -232,7 +232,7 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
 
 def test_tensorboard_opens_on_what_matters(tmp_path: Path) -> None:
     for rank in range(2):
-        with telemetry(tmp_path, tensorboard=True, rank=rank, workers=2, step=1) as own:
+        with telemetry(tmp_path, boards=("tensorboard",), rank=rank, workers=2, step=1) as own:
             train(own, range(2, 5))
             own.write(4, {"loss/val": 1.5})
     first, second = (
@@ -256,7 +256,7 @@ def test_an_island_speaks_of_itself_and_of_the_tokens_of_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run becomes longer, and no time that is left is negative."""
-    with caplog.at_level("INFO"), telemetry(tmp_path, tensorboard=True) as own:
+    with caplog.at_level("INFO"), telemetry(tmp_path, boards=("tensorboard",)) as own:
         for step, done in enumerate((10, 11, 6), start=1):
             own.measure(lambda: TRAINED)
             log(own, step, RunProgress(steps=done, tokens=64 * done))
@@ -325,7 +325,7 @@ def test_readers_drop_what_a_later_start_repeats_and_what_is_damaged(
         if failing:
             patch.setattr(records_module, failing, full)
         start = StartRecord(2, 0.0, workers=1, parameters=1)
-        files = RecordFiles(Metrics(tensorboard=False), tmp_path, start, {}, workers=1, of_run=True)
+        files = RecordFiles(Metrics(boards=()), tmp_path, start, {}, workers=1, of_run=True)
     files.write({"step": 4})
     files.close()
     assert path.read_bytes().startswith(before + b"\n")
@@ -347,9 +347,7 @@ def test_what_readers_keep_is_each_step_once(starts: list[tuple[int, int]]) -> N
         for back, more in starts:
             first = max(0, reached - back)
             start = StartRecord(first, 0.0, workers=1, parameters=1)
-            files = RecordFiles(
-                Metrics(tensorboard=False), Path(name), start, {}, workers=1, of_run=True
-            )
+            files = RecordFiles(Metrics(boards=()), Path(name), start, {}, workers=1, of_run=True)
             steps = [record["step"] for record in files.read() if "kind" not in record]
             assert steps == list(range(1, first + 1))
             for step in range(first + 1, first + more + 1):

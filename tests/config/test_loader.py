@@ -26,6 +26,7 @@ from torchtitan_diloco.config.loader import (
     CONFIGS_FOLDER,
     shipped_configs,
 )
+from torchtitan_diloco.config.parts import OPTIMIZERS
 from torchtitan_diloco.config.schema import flat_settings, flatten
 from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, advice
 from torchtitan_diloco.islands.config import Islands, own_loop_settings
@@ -457,7 +458,13 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
     model = build_model(config.model, vocabulary, config.training.sequence_length)
     counts = parameter_counts(model)
     size = config.diloco.workers * max(1, config.parallel.fsdp)
-    plan = plan_run(config.training, size, counts["total"], counts["embedding"], muon=False)
+    plan = plan_run(
+        config.training,
+        ranks=size,
+        parameters=counts["total"],
+        embedding_parameters=counts["embedding"],
+        optimizer=OPTIMIZERS[config.optimizer.name],
+    )
     assert plan.total_steps > steps_of(config.lr_schedule.warmup, plan.total_steps)
     assert not [line for line in advice(config.diloco, plan.total_steps) if name != "debug"]
     assert not list(unused_settings(config))

@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "lr_schedule.warmup": 2,
     "diloco.sync_every": 4,
     "validation.sequences": 8,
-    "metrics.tensorboard": "false",
+    "metrics.boards": "none",
     "checkpoint.every_minutes": 0,
     "islands.local": 2,
     "islands.grace_seconds": 5,

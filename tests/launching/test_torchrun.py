@@ -17,7 +17,7 @@ SMALL = """
     --run.device cpu --config debug --training.steps 40 --training.global_batch_size 16
     --training.batch_size 8 --training.sequence_length 32 --model.layers 2 --model.width 32
     --model.heads 2 --diloco.sync_every 4 --lr_schedule.warmup 2
-    --validation.sequences 8 --metrics.tensorboard false --metrics.log_every 5
+    --validation.sequences 8 --metrics.boards none --metrics.log_every 5
     --checkpoint.every 10 --checkpoint.every_minutes 0 --data.validation_fraction 0.5
     --data.cache_folder cache"""
 

@@ -143,7 +143,7 @@ def test_two_machines_with_a_slow_link_and_the_line_that_starts_them(tmp_path: P
         for machine in range(2):
             variables, words = start_line(printed[machine])
             more = ["--training.steps", "12", "--run.folder", str(tmp_path / f"run-{machine}")]
-            more += ["--validation.every", "0", "--metrics.tensorboard", "false"]
+            more += ["--validation.every", "0", "--metrics.boards", "none"]
             log = tmp_path / f"run-{machine}.txt"
             runs.append(network.launch(machine, [*words, *more], log, **variables))
         assert [one.wait(200) for one in runs] == [0, 0], runs[0].printed()

@@ -3,14 +3,15 @@
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
-from torchtitan_diloco.base.registry import OneOf
+from torchtitan_diloco.base.registry import Entry, OneOf, find
 from torchtitan_diloco.base.user import UserError
 
 NAMES = {
@@ -60,8 +61,28 @@ class Section:
             raise UserError("\n".join(wrong))
 
 
-def _types(section: type) -> dict[str, Any]:
+@cache
+def _types(section: Hashable) -> dict[str, Any]:
     return get_type_hints(section, include_extras=True)
+
+
+def assemble(section: type, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """Build a dataclass, nested sections included, from values by dotted key. `convert` has
+    returned them, so they are not converted again. What is not given has its default."""
+    built: Any = object.__new__(section)
+    kinds = _types(section)
+    for entry in fields(section):
+        key = prefix + entry.name
+        if is_dataclass(kinds[entry.name]):
+            value = assemble(kinds[entry.name], values, f"{key}.")
+        elif key in values:
+            value = values[key]
+        elif entry.default_factory is MISSING:
+            value = entry.default
+        else:
+            value = entry.default_factory()
+        object.__setattr__(built, entry.name, value)
+    return built
 
 
 def setting_types(section: type, prefix: str = "") -> dict[str, Any]:
@@ -107,20 +128,19 @@ def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
     """
     if kind == Length:
         return _convert_length(value, is_word=is_word)
-    choices = choices_of(kind)
     try:  # without `strict`, msgspec converts text and whole floats
         converted = msgspec.convert(value, kind, strict=not (is_word or isinstance(value, float)))
     except msgspec.ValidationError as error:
         if "out of range" in str(error):
             raise UserError(TOO_LARGE) from None
-        if choices:
+        if choices_of(kind):
             raise _not_a_choice(value, kind) from None
         expected = str(error).partition(", got")[0].removeprefix("Expected ")
         words = NAMES | {"`object`": f"{getattr(kind, '__name__', '')}(...)"}
         for name, text in words.items():
             expected = expected.replace(name, text)
         raise UserError(f"expected {expected}{_number_meant(value, expected)}") from None
-    if choices and isinstance(converted, str) and converted not in choices:
+    if (named := entries_of(kind)) and isinstance(converted, str) and not find(named, converted):
         raise _not_a_choice(value, kind)
     if isinstance(converted, float) and math.isnan(converted):
         raise UserError("expected a number, which nan is not")
@@ -132,10 +152,34 @@ def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
 def choices_of(kind: Any) -> list[str]:
     """Return the texts that a setting of this type may be, or an empty list if it may be any."""
     if isinstance(kind, OneOf):
-        return list(kind.parts)
+        return kind.choices()
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     return [choice for part in get_args(kind) for choice in choices_of(part)]
+
+
+def entries_of(kind: Any) -> Mapping[str, Entry]:
+    """Return the entries that a setting of this type may name, or an empty dict."""
+    if isinstance(kind, OneOf):
+        return kind.entries
+    return next(filter(None, map(entries_of, get_args(kind))), {})
+
+
+def options_of(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an entry: those given, with the types of the defaults, and the defaults
+    of the others. Raise a UserError that begins like "has no option"."""
+    for name in given:
+        if name not in entry.options:
+            hint = nearest(name, entry.options)
+            known = f"; it has {', '.join(entry.options)}" if entry.options else ": remove it"
+            raise UserError(f"has no option {name}{hint or known}")
+    options = dict(entry.options)
+    for name, value in given.items():
+        try:
+            options[name] = convert(value, type(options[name]), is_word=isinstance(value, str))
+        except ValueError as error:
+            raise UserError(f"has the option {name} = {value!r}: {error}") from None
+    return options
 
 
 def _not_a_choice(value: Any, kind: Any) -> UserError:

@@ -70,7 +70,7 @@ def no_run(folder: Path, lacking: str) -> UserError:
 GLOO_LOCATION = re.compile(r"^\[[^]]*:\d+\]\s*")
 
 
-def cause_of(error: Exception) -> str:
+def cause_of(error: BaseException) -> str:
     """Return the first line of an error, without gloo's source location."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     text, locations = GLOO_LOCATION.subn("", line)

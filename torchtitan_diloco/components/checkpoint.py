@@ -17,7 +17,7 @@ import json
 import shutil
 import time
 import zlib
-from collections.abc import Mapping, Set
+from collections.abc import Container, Mapping, Set
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -47,7 +47,7 @@ from torchtitan_diloco.components.checkpoint_folder import (
     incomplete,
     prune,
 )
-from torchtitan_diloco.components.optimizer import initial_state
+from torchtitan_diloco.components.optimizer import create_state
 from torchtitan_diloco.components.run_plan import AfterStep
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco.data_parallel import OuterLoop
@@ -66,18 +66,35 @@ SAVE_AFTER_ERROR_SECONDS = 20.0
 # --- tensors --------------------------------------------------------------------------------------
 
 
-def inner_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return parameters and optimizer state by name, not copied. Create what does not exist yet."""
+def inner_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, create: bool = False
+) -> dict[str, Tensor]:
+    """Return parameters and optimizer state by name, not copied.
+
+    A parameter has no state before its first step, or after a reset of its fragment. `create`: it
+    gets one, to be filled.
+    """
+    if create:
+        create_state(optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"{MODEL}{name}": parameter.detach() for parameter, name in names.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if not state:
-                state.update(initial_state(group, parameter))
-            for key, value in state.items():
+            for key, value in optimizer.state[parameter].items():
                 tensors[f"{OPTIMIZER}{key}/{names[parameter]}"] = value
     return tensors
+
+
+def drop_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Container[str]) -> int:
+    """Drop the state of parameters, unless all of it is `saved`, so that the optimizer begins it.
+    Return the number of tensors that were not saved."""
+    lacking = 0
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        if unsaved := sum(f"{OPTIMIZER}{key}/{name}" not in saved for key in state):
+            del optimizer.state[parameter]
+            lacking += unsaved
+    return lacking
 
 
 def random_states(device: torch.device, rank: int) -> dict[str, Tensor]:

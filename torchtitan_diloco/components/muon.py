@@ -65,7 +65,7 @@ class Muon(torch.optim.Optimizer):
         assert matrix.grad is not None
         state = self.state[matrix]
         if not state:
-            state.update(initial_momentum(matrix))
+            state["momentum_buffer"] = torch.zeros_like(matrix.detach())
         momentum = local_of(state["momentum_buffer"])
         gradient = local_of(matrix.grad) / self.grad_scale
         gradient = gradient.where(self.found_inf == 0, 0.0)
@@ -73,11 +73,6 @@ class Muon(torch.optim.Optimizer):
         update = gradient.lerp(momentum, group["momentum"])
         # bf16 is enough for the iteration, but much slower on most CPUs.
         return update.bfloat16() if update.is_cuda else update
-
-
-def initial_momentum(matrix: Tensor) -> dict[str, Tensor]:
-    """Return the state of a matrix before its first step."""
-    return {"momentum_buffer": torch.zeros_like(matrix.detach())}
 
 
 def orthogonalize(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:

@@ -1,63 +1,90 @@
-"""Inner optimization: AdamW and Muon, the learning rate, and gradient clipping."""
+"""Inner optimization: AdamW, Muon and those that others add, and gradient clipping."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
-from torchtitan_diloco.base.settings import steps_of
+from torchtitan_diloco.base.settings import options_of
 from torchtitan_diloco.base.tensors import local_of
-from torchtitan_diloco.components.muon import Muon, initial_momentum
-from torchtitan_diloco.config.schema import LrSchedule, Optimizer
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components.muon import Muon
+from torchtitan_diloco.config.parts import OPTIMIZERS
+from torchtitan_diloco.config.schema import Optimizer
 from torchtitan_diloco.models.interface import blocks_of
 
 
 def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> torch.optim.Optimizer:
-    """Build AdamW, or Muon for the matrices of the blocks and AdamW for the rest.
-
-    Weight decay applies to matrices, not to the gains of norms.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    in_blocks = blocks_of(model).parameters() if config.name == "muon" else ()
-    for_muon = [matrix for matrix in in_blocks if matrix.requires_grad and matrix.dim() == 2]
-    with_muon = set(for_muon)
-    others = [parameter for parameter in trained if parameter not in with_muon]
-    decay = 1 / total_steps if isinstance(config.weight_decay, str) else config.weight_decay
-    matrices = [parameter for parameter in others if parameter.dim() > 1]
-    gains = [parameter for parameter in others if parameter.dim() <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": decay},
-        {"params": gains, "weight_decay": 0.0},
-    ]
-    betas = (config.beta1, config.beta2)
-    optimizer: torch.optim.Optimizer
-    optimizer = adamw = AdamW(groups, lr=config.lr, betas=betas, eps=config.epsilon, fused=True)
-    if for_muon:
-        lr = config.matrix_lr or config.lr
-        optimizer = Muon(for_muon, adamw, lr=lr, momentum=config.momentum, weight_decay=decay)
+    """Build the optimizer that the settings name."""
+    entry = OPTIMIZERS[config.name]
+    options = options_of(entry, config.options)
+    optimizer: torch.optim.Optimizer = entry.load()(model, config, total_steps, **options)
+    known = set(_parameters(optimizer))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in known:
+            reason = f"it would not train {name}: give it all parameters of the model"
+            raise UserError(f'optimizer.name = "{config.name}": {reason}')
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
 
 
-def lr_factor(step: float, total_steps: int, config: LrSchedule) -> float:
-    """Return the share of the peak learning rate in `step`, which is 1 to `total_steps`. It is
-    without state, so a resumed run has nothing to restore."""
-    start = steps_of(config.warmup, total_steps)
-    if step < start:
-        return step / start
-    if config.decay == "constant":
-        return 1.0
-    if config.decay == "wsd":
-        start = max(start, total_steps - round(config.decay_fraction * total_steps))
-    progress = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
-    shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.decay == "cosine" else 1 - progress
-    return config.floor + (1 - config.floor) * shape
+def build_adamw(model: nn.Module, config: Optimizer, total_steps: int) -> AdamW:
+    return _adamw_of(model.parameters(), config, total_steps)
+
+
+def build_muon(model: nn.Module, config: Optimizer, total_steps: int) -> torch.optim.Optimizer:
+    """Build Muon for the matrices of the blocks, and AdamW for the rest."""
+    in_blocks = blocks_of(model).parameters()
+    matrices = [matrix for matrix in in_blocks if matrix.requires_grad and matrix.dim() == 2]
+    with_muon = set(matrices)
+    others = [parameter for parameter in model.parameters() if parameter not in with_muon]
+    adamw = _adamw_of(others, config, total_steps)
+    if not matrices:
+        return adamw
+    return Muon(
+        matrices,
+        adamw,
+        lr=config.matrix_lr or config.lr,
+        momentum=config.momentum,
+        weight_decay=weight_decay(config, total_steps),
+    )
+
+
+def _adamw_of(parameters: Iterable[nn.Parameter], config: Optimizer, total_steps: int) -> AdamW:
+    optimizer = AdamW(
+        decay_groups(parameters, weight_decay(config, total_steps)),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=True,
+    )
+    # Its kernels divide by one, and do nothing if the other is 1: see `clipped_step`.
+    optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
+    return optimizer
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], decay: float) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer, without frozen parameters: weight decay applies to
+    matrices, not to the gains of norms."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    gains = [parameter for parameter in trained if parameter.dim() <= 1]
+    return [
+        {"params": matrices, "weight_decay": decay},
+        {"params": gains, "weight_decay": 0.0},
+    ]
+
+
+def weight_decay(config: Optimizer, total_steps: int) -> float:
+    """Return the weight decay of matrices, in a run of so many steps."""
+    return 1 / total_steps if isinstance(config.weight_decay, str) else config.weight_decay
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
@@ -85,13 +112,50 @@ def gradient_norm(
 def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float) -> None:
     """Clip the gradient to `max_norm` (0: no limit) and step, unless `norm` is not finite.
 
-    As with GradScaler, the kernels of the optimizer do both, so that the host does not wait for the
-    norm.
+    As with GradScaler, the kernels of an optimizer that has `grad_scale` and `found_inf` do both,
+    so that the host does not wait for the norm. For another optimizer it does.
     """
-    # Gradients are divided by grad_scale: by norm / max_norm if the norm is above, else by 1.
-    optimizer.found_inf = (~norm.isfinite()).to(norm.dtype)  # type: ignore[attr-defined]
-    optimizer.grad_scale = (norm / (max_norm or math.inf)).clamp(min=1)  # type: ignore[attr-defined]
-    optimizer.step()
+    # Gradients are divided by the scale: by norm / max_norm if the norm is above, else by 1.
+    scale = (norm / (max_norm or math.inf)).clamp(min=1)
+    if _clips(optimizer):
+        optimizer.found_inf = (~norm.isfinite()).to(norm.dtype)  # type: ignore[attr-defined]
+        optimizer.grad_scale = scale  # type: ignore[attr-defined]
+        optimizer.step()
+    elif norm.isfinite():
+        for gradient in _gradients(optimizer):
+            local_of(gradient).div_(scale)
+        optimizer.step()
+        _check_state(optimizer)
+
+
+def _clips(optimizer: torch.optim.Optimizer) -> bool:
+    return hasattr(optimizer, "grad_scale") and hasattr(optimizer, "found_inf")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    gradients = (parameter.grad for parameter in _parameters(optimizer))
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless a checkpoint can hold the state of an optimizer."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                problem = f"is of {type(value).__name__}, and not a tensor"
+            elif isinstance(parameter, DTensor) and value.dim() and not isinstance(value, DTensor):
+                problem = "is not sharded like its parameter, which is a DTensor"
+            else:
+                continue
+            raise UserError(
+                f"optimizer.name: the state {name} of {type(optimizer).__name__} {problem}, so it "
+                "cannot be saved: create it with torch.zeros_like(parameter) or torch.zeros(())"
+            )
 
 
 def read_later(values: Tensor) -> Callable[[], list[float]]:
@@ -111,14 +175,23 @@ def read_later(values: Tensor) -> Callable[[], list[float]]:
     return read
 
 
-def initial_state(group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """Return the state of a parameter before its first step, as AdamW and Muon create it."""
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state of parameters that have none, as the optimizer does it, to be filled.
 
-    def zeros() -> Tensor:
-        return torch.zeros_like(parameter.detach())
-
-    if "momentum" in group:
-        return initial_momentum(parameter)
-    on_device = group["fused"] or group["capturable"]
-    step = torch.zeros((), device=parameter.device if on_device else "cpu")
-    return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
+    Only an optimizer knows its state, so it takes a step without gradients. The parameters and all
+    of the state that is kept are to be loaded after it.
+    """
+    lacking = [parameter for parameter in _parameters(optimizer) if not optimizer.state[parameter]]
+    if not lacking:
+        return
+    for parameter in lacking:
+        parameter.grad = torch.zeros_like(parameter)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    set_lr(optimizer, 0.0)
+    if _clips(optimizer):
+        optimizer.grad_scale = torch.ones((), device=lacking[0].device)  # type: ignore[attr-defined]
+        optimizer.found_inf = optimizer.grad_scale  # type: ignore[attr-defined]
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.zero_grad()

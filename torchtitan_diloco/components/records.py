@@ -215,7 +215,7 @@ class RecordFiles:
             return
         with self._tolerating_a_full_disk():
             self._lines = self._open(folder)
-        if config.tensorboard or config.wandb or config.mlflow:
+        if config.boards:
             from torchtitan_diloco.components.boards import Shown, open_boards
 
             shown = Shown(

@@ -21,8 +21,8 @@ from torchtitan_diloco.base.tensors import local_of, shard_rows
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint import (
     MODEL,
-    OPTIMIZER,
     RANDOM,
+    drop_state,
     inner_tensors,
     random_states,
     rank_file,
@@ -308,7 +308,7 @@ def restore(
     _check_model(start, shapes, model, world)
     # Reading fills the tensors of model, optimizer and outer loop in place; those that only the
     # outer loop has are first created like the saved ones. What is not in the checkpoint stays.
-    inner = inner_tensors(model, optimizer)
+    inner = inner_tensors(model, optimizer, create=True)
     tensors = {name: tensor for name, tensor in inner.items() if name in shapes}
     saved = None
     if manifest.outer is not None:
@@ -321,8 +321,8 @@ def restore(
     if len(readers) < world.workers:
         _copy_to_others(tensors, world, readers)
     notes = list[str]()
-    if new := sum(name.startswith(OPTIMIZER) for name in inner.keys() - shapes.keys()):
-        notes.append(f"optimizer.name was another one: {new} tensors of its state start from zero")
+    if new := drop_state(model, optimizer, saved=shapes):
+        notes.append(f"{new} tensors of the optimizer are not in the checkpoint and begin anew")
     if saved is None:
         outer.restart_from_model(manifest.step)
         if streaming:

@@ -20,6 +20,7 @@ from torchtitan_diloco.base.hardware import (
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.user import LOCAL_ISLANDS, UserError
 from torchtitan_diloco.config.checks import run_warnings
+from torchtitan_diloco.config.parts import OptimizerEntry
 from torchtitan_diloco.config.schema import Config, Training
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.outer_state import state_bytes
@@ -29,8 +30,8 @@ from torchtitan_diloco.distributed.world import World
 
 MANY_EPOCHS = 4
 """Times that text can be repeated before it helps much less than new text (arXiv 2305.16264)."""
+PARAMETER_BYTES = 4
 GRADIENT_BYTES = 4
-"""Bytes of a gradient."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class RunPlan:
     ranks: int = 1
     """Ranks of all workers, also on other islands."""
     inner_bytes: float = 16
-    """Average bytes of a parameter, its gradient and its moments, all in fp32."""
+    """Average bytes of a parameter, its gradient and its state in the optimizer."""
     reduce_dtype: str = "float32"
     """Type of the gradients that data parallelism averages, as in `parallel.reduce_dtype`."""
     activation_bytes: int = 0
@@ -65,13 +66,13 @@ def plan_run(
     parameters: int,
     embedding_parameters: int,
     *,
-    muon: bool,
+    optimizer: OptimizerEntry,
     start_step: int = 0,
     start_tokens: int = 0,
     reduce_dtype: str = "float32",
     activation_bytes: int = 0,
 ) -> RunPlan:
-    """Compute the numbers of a run. `muon` has one moment instead of two for matrices of blocks."""
+    """Compute the numbers of a run."""
     micro_batches = accumulation(training, ranks)
     tokens_per_step = micro_batches * ranks * training.batch_size * training.sequence_length
     tokens = (training.tokens or training.tokens_per_parameter * parameters) - start_tokens
@@ -81,9 +82,7 @@ def plan_run(
             f"the run has {total_steps} steps by [training], and its checkpoint is of step "
             f"{start_step}: make the run longer, or choose another run.folder"
         )
-    inner_bytes = 16.0
-    if muon:
-        inner_bytes -= 4 * (1 - embedding_parameters / parameters)
+    block_share = 1 - embedding_parameters / parameters
     return RunPlan(
         parameters=parameters,
         embedding_parameters=embedding_parameters,
@@ -93,7 +92,7 @@ def plan_run(
         start_step=start_step,
         start_tokens=start_tokens,
         ranks=ranks,
-        inner_bytes=inner_bytes,
+        inner_bytes=PARAMETER_BYTES + GRADIENT_BYTES + optimizer.mean_state_bytes(block_share),
         reduce_dtype=reduce_dtype,
         activation_bytes=activation_bytes,
     )

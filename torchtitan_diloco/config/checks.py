@@ -4,8 +4,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan_diloco.base.settings import Mistakes, steps_of
-from torchtitan_diloco.base.user import NO_HOME, has_home
+from torchtitan_diloco.base.settings import (
+    Mistakes,
+    entries_of,
+    options_of,
+    setting_types,
+    steps_of,
+)
+from torchtitan_diloco.base.user import NO_HOME, UserError, has_home
+from torchtitan_diloco.config.parts import OPTIMIZERS
 from torchtitan_diloco.config.schema import (
     WORKER_FIELD,
     Config,
@@ -33,15 +40,10 @@ PATHS = (
 """Settings that may be paths, beside the corpora."""
 
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
-    ("optimizer.name", ("muon",)): ("matrix_lr", "momentum"),
-    ("lr_schedule.decay", ("wsd",)): ("decay_fraction",),
-    ("lr_schedule.decay", ("cosine", "linear", "wsd")): ("floor",),
     ("activation_checkpoint.mode", ("every_nth", "selective")): ("every",),
-    ("diloco.fragments.pattern", ("strided", "sequential")): ("layers_per_fragment", "blocks"),
-    ("diloco.outer_optimizer.name", ("nesterov", "momentum", "adam")): ("momentum",),
-    ("diloco.outer_optimizer.name", ("adam",)): ("beta2", "epsilon"),
 }
-"""A setting and some of its values, and the settings of the section that only these values use."""
+"""A setting and some of its values, and the settings of its section that only these values read.
+The entries of a dict say so themselves."""
 
 
 def config_mistakes(config: Config) -> Mistakes:
@@ -86,6 +88,7 @@ def config_mistakes(config: Config) -> Mistakes:
             yield "run.preemption_address", "must look like http://HOST or http://HOST:PORT"
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
+    yield from _option_mistakes(config)
     yield from _home_mistakes(config)
     yield from _data_mistakes(config)
     is_own_island = is_island and config.data.shard_by == "own"  # others may join later
@@ -96,6 +99,14 @@ def config_mistakes(config: Config) -> Mistakes:
             "needs several workers that train independently (diloco.workers > 1, "
             'diloco.method = "streaming"): remove it',
         )
+
+
+def _option_mistakes(config: Config) -> Mistakes:
+    """Yield the mistake of options that the optimizer does not have."""
+    try:
+        options_of(OPTIMIZERS[config.optimizer.name], config.optimizer.options)
+    except UserError as error:
+        yield "optimizer.options", f"{config.optimizer.name} {error}"
 
 
 def _home_mistakes(config: Config) -> Mistakes:
@@ -155,7 +166,7 @@ def unused_settings(config: Config) -> Iterator[str]:
     """Yield a line for each changed setting that has no effect."""
     defaults = flat_settings(Config())
     chosen = flat_settings(config)
-    for (decider, values), names in READ_WITH.items():
+    for (decider, values), names in [*READ_WITH.items(), *_readers()]:
         section = decider.rpartition(".")[0]
         if section.startswith("diloco") and config.diloco.method == "none":
             continue
@@ -166,6 +177,15 @@ def unused_settings(config: Config) -> Iterator[str]:
                     f"{decider} = {format_value(chosen[decider])}: it is for "
                     + " and ".join(map(format_value, values))
                 )
+
+
+def _readers() -> Iterator[tuple[tuple[str, tuple[str, ...]], tuple[str, ...]]]:
+    """Yield for each setting that only some entries of a dict read what READ_WITH would have."""
+    for key, kind in setting_types(Config).items():
+        entries = entries_of(kind)
+        for name in dict.fromkeys(name for entry in entries.values() for name in entry.reads):
+            readers = [choice for choice, entry in entries.items() if name in entry.reads]
+            yield (key, tuple(readers)), (name,)
 
 
 def run_warnings(config: Config, total_steps: int, start_step: int = 0) -> list[str]:

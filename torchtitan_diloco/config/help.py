@@ -8,12 +8,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, fields, is_dataclass, make_dataclass
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from types import GenericAlias
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from docstring_parser import parse_from_object
 
-from torchtitan_diloco.base.registry import OneOf
-from torchtitan_diloco.base.settings import choices_of, nearest
+from torchtitan_diloco.base.settings import choices_of, entries_of, nearest
 from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.loader import DEFAULT_CONFIG, TYPES, shipped_configs
@@ -150,17 +150,20 @@ def _metavar(kind: Any) -> str:
 
 
 def _with_choices(section: type) -> type:
-    """Return a section in which settings that are names of parts are Literals, as tyro shows the
+    """Return a section in which settings that name entries of dicts are Literals, as tyro shows the
     choices of these only."""
     kinds = get_type_hints(section, include_extras=True)
     changed = list[tuple[str, Any, Any]]()
     for entry in fields(section):
         kind = kinds[entry.name]
-        if is_dataclass(kind):
+        if isinstance(kind, type) and is_dataclass(kind):
             shown = _with_choices(kind)
             changed.append((entry.name, shown, field(default_factory=shown)))
-        elif any(isinstance(part, OneOf) for part in get_args(kind)):
-            changed.append((entry.name, Literal[*choices_of(kind)], entry.default))
+        elif entries_of(kind):
+            choices: Any = Literal[*choices_of(kind)]
+            if get_origin(kind) is tuple:
+                choices = GenericAlias(tuple, (choices, ...))
+            changed.append((entry.name, choices, entry.default))
     documented = {"__doc__": section.__doc__}
     return make_dataclass(
         section.__name__, changed, bases=(section,), namespace=documented, frozen=True
@@ -178,18 +181,19 @@ def _print_settings(sections: Sequence[str]) -> None:
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule
-    def phases(
+    def tables(
         info: tyro.constructors.PrimitiveTypeInfo,
     ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-        """Show a list of tables as one value, which tyro would omit."""
-        if info.type != TYPES["data.phases"]:
+        """Show a list of tables, and a table of any values, as one value. tyro would omit both."""
+        shown = {TYPES["data.phases"]: "TABLES", TYPES["optimizer.options"]: "TABLE"}
+        if info.type not in shown:
             return None
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
-            metavar="TABLES",
+            metavar=shown[info.type],
             instance_from_str=lambda _: (),
-            is_instance=lambda value: isinstance(value, tuple),
-            str_from_instance=lambda value: [str(list(value))],
+            is_instance=lambda value: isinstance(value, tuple | dict),
+            str_from_instance=lambda value: [str(value if isinstance(value, dict) else [*value])],
         )
 
     with suppress(SystemExit):

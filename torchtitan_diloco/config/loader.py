@@ -6,26 +6,31 @@ Precedence: command line > TOML file > the files that it extends > defaults.
 import difflib
 import os
 import shlex
+import sys
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import msgspec
 import tomli
 import tomli_w
 
+from torchtitan_diloco.base.registry import IMPORTS_OPTION, import_modules
 from torchtitan_diloco.base.settings import (
+    assemble,
     convert,
     is_table,
     nearest,
+    options_of,
     setting_types,
 )
 from torchtitan_diloco.base.user import NO_HOME, UserError, command_line, has_home
 from torchtitan_diloco.config.checks import MIXTURE, RUN_LENGTH, config_mistakes
+from torchtitan_diloco.config.parts import OPTIMIZERS
 from torchtitan_diloco.config.schema import (
     Config,
+    Training,
     flat_settings,
     flatten,
     format_value,
@@ -44,6 +49,7 @@ SECRETS = ("islands.join", "checkpoint.mirror")
 TOKENIZER = "data.tokenizer"
 VOCABULARY = "model.vocab_size"
 CORPUS = "data.corpus"
+IMPORTS = "run.imports"
 TABLES = [key for key, kind in TYPES.items() if is_table(kind)]
 LISTS = [key for key, kind in TYPES.items() if get_origin(kind) is tuple]
 
@@ -59,9 +65,11 @@ class ConfigError(UserError):
 def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -> Config:
     """Load a TOML file (a path, or a name in train_configs/) with command-line settings on top."""
     path = find_config(name_or_path)
-    values, origins = _merge(_read_file(path) | {COMMAND_LINE: overrides or {}})
+    tables = _read_file(path) | {COMMAND_LINE: overrides or {}}
+    _import_modules(tables)
+    values, origins = _merge(tables)
     values["run.name"] = values.get("run.name") or path.stem
-    config = _build(values)
+    config: Config = assemble(Config, values)
     chosen = flat_settings(config)
     mistakes = [
         _mistake(origins.get(key, "default"), key, chosen[key], reason)
@@ -69,12 +77,26 @@ def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -
     ]
     if mistakes:
         raise ConfigError(mistakes)
-    return config
+    optimizer = config.optimizer
+    options = options_of(OPTIMIZERS[optimizer.name], optimizer.options)
+    return replace(config, optimizer=replace(optimizer, options=options))
 
 
 def parse_config(toml_text: str, origin: str) -> Config:
-    """Parse the output of `to_toml`. Missing settings have their defaults."""
-    return _build(_merge({origin: _parse_toml(toml_text, origin)})[0])
+    """Parse the output of `to_toml`. Missing settings have their defaults.
+
+    The text is data that may come from others: it is an error if it names modules that have not
+    been imported.
+    """
+    table = _parse_toml(toml_text, origin)
+    named = flatten(table).get(IMPORTS)
+    names = named if isinstance(named, list) else []
+    if lacking := [name for name in map(str, names) if name not in sys.modules]:
+        words = " ".join(f"{IMPORTS_OPTION} {name}" for name in lacking)
+        reason = f"a checkpoint does not choose what is imported: add {words} if it is yours"
+        raise ConfigError([_mistake(origin, IMPORTS, named, reason)])
+    config: Config = assemble(Config, _merge({origin: table})[0])
+    return config
 
 
 def to_toml(config: Config) -> str:
@@ -106,6 +128,18 @@ def _read_file(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Mapping
     return _read_file(extended, extending) | {str(path): table}
 
 
+def _import_modules(tables: Mapping[str, Mapping[str, Any]]) -> None:
+    """Import the modules that the last of these tables names, so that all settings may have the
+    names that they add."""
+    named = {origin: flatten(table).get(IMPORTS) for origin, table in tables.items()}
+    given = [(origin, value) for origin, value in named.items() if value is not None]
+    for origin, value in given[-1:]:
+        try:
+            import_modules(_convert(IMPORTS, value, is_word=origin == COMMAND_LINE))
+        except UserError as error:
+            raise ConfigError([_mistake(origin, IMPORTS, value, str(error))]) from error
+
+
 def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values of settings, and the origin of each. Later tables, whose keys are their
     origins, override earlier ones."""
@@ -120,7 +154,7 @@ def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dic
             except ValueError as error:
                 mistakes.append(_mistake(origin, key, value, str(error)))
         if any(given.get(key) for key in RUN_LENGTH):  # so that `--training.steps 9` shortens any
-            values |= dict.fromkeys(RUN_LENGTH, 0)
+            values |= {key: flat_settings(Training(), "training.")[key] for key in RUN_LENGTH}
         if given.get(CORPUS) and given.get(MIXTURE):
             reason = f"{CORPUS} already sets the corpus: set only one of them"
             mistakes.append(_mistake(origin, MIXTURE, given[MIXTURE], reason))
@@ -137,18 +171,6 @@ def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dic
     return values, origins
 
 
-def _build(values: Mapping[str, Any]) -> Config:
-    """Build a configuration from values by their keys, such as "training.steps"."""
-    tables: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        table = tables
-        for section in sections:
-            table = table.setdefault(section, {})
-        table[name] = value
-    return msgspec.convert(tables, Config)
-
-
 def _convert(key: str, value: Any, *, is_word: bool) -> Any:
     """Return the value with the type of its setting, or raise a ValueError with a remedy."""
     if key not in TYPES:
@@ -157,22 +179,38 @@ def _convert(key: str, value: Any, *, is_word: bool) -> Any:
     if is_word and value.lower() == "none" and types.NoneType in get_args(kind):
         return None
     if is_word and key in (*LISTS, *TABLES):
-        try:
-            value = tomli.loads(f"items = {value}")["items"]
-        except ValueError:
-            value = _parse_pairs(value) if key in TABLES else value
+        value = _parse_words(key, value)
     return _convert_value(key, value, kind, is_word=is_word)
+
+
+def _parse_words(key: str, words: str) -> Any:
+    """Return the list or table that is written on a command line, as in TOML or in words."""
+    if key in LISTS and not is_dataclass(get_args(TYPES[key])[0]) and not words.startswith("["):
+        return [] if words.lower() == "none" else shlex.split(words)
+    try:
+        return tomli.loads(f"items = {words}")["items"]
+    except ValueError:
+        return _parse_pairs(words) if key in TABLES else words
 
 
 def _convert_value(place: str, value: Any, kind: Any, *, is_word: bool) -> Any:
     """Return a value with a type. `place`: such as data.phases, for errors inside a list."""
     if get_origin(kind) is tuple:
-        (section, _) = get_args(kind)  # of `tuple[Phase, ...]`
+        item: Any = get_args(kind)[0]  # of `tuple[Phase, ...]` or `tuple[str, ...]`
+        if is_dataclass(item):
+            if not isinstance(value, list):
+                raise UserError(f"expected a list of tables, each with {_names(item)}")
+            return tuple(
+                _convert_table(f"{place}[{index}]", table, item)
+                for index, table in enumerate(value)
+            )
         if not isinstance(value, list):
-            raise UserError(f"expected a list of tables, each with {_names(section)}")
-        return tuple(
-            _convert_table(f"{place}[{index}]", table, section) for index, table in enumerate(value)
-        )
+            raise UserError(f'expected a list of names, such as ["{value}"]')
+        return tuple(convert(name, item) for name in value)
+    if kind == dict[str, Any]:
+        if not isinstance(value, dict):
+            raise UserError("expected options by name, such as {rank = 8, rescale = true}")
+        return value
     if is_table(kind):
         if not isinstance(value, dict):
             raise UserError('expected weights by name, such as {"data/web" = 0.7, stdlib = 0.3}')
@@ -231,7 +269,7 @@ def _hint(key: str) -> str:
     if given and name == EXTENDS:
         return f": move {EXTENDS} above the first [section] of the file"
     for parent in LISTS:
-        if key.startswith(f"{parent}."):
+        if key.startswith(f"{parent}.") and is_dataclass(get_args(TYPES[parent])[0]):
             return f": {parent} is a list of tables, each of which begins with [[{parent}]]"
     for section in difflib.get_close_matches(given, sections, n=1, cutoff=0.8):
         prefix = f"{section}."

@@ -2,7 +2,8 @@
 
 The docstring of a field is its text in `--help`. A setting that is None is "not set", and is left
 out of TOML files, which have no null. To add a setting, add a field with type, range, default and
-docstring. If another setting decides whether it is read, name both in `READ_WITH` of checks.py.
+docstring. If only some choices of another setting read it, name it in `reads` of their entries in
+parts.py, or in `READ_WITH` of checks.py.
 """
 
 import json
@@ -11,9 +12,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from torchtitan_diloco.base.registry import OneOf
 from torchtitan_diloco.base.settings import Fraction, Length, NotNegative, Positive
 from torchtitan_diloco.base.settings import flat_settings as flat_settings
 from torchtitan_diloco.base.settings import flatten as flatten
+from torchtitan_diloco.config.parts import BOARDS, OPTIMIZERS, SCHEDULES
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.islands.config import Islands
 
@@ -30,6 +33,9 @@ class Run:
     its `--rdzv-id`. Workers that do not share a disk have one each."""
     description: str = ""
     """One line about the run for later readers."""
+    imports: tuple[str, ...] = ()
+    """Modules of your own, in the current folder or installed, which add models, optimizers and
+    other choices to these settings (docs/own-parts.md). All processes import them first."""
     seed: NotNegative = 0
     """Seed of the initial weights, data order and dropped rounds."""
     deterministic: bool = False
@@ -200,7 +206,7 @@ class Training:
 class Optimizer:
     """Inner optimizer."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
     """`muon`: Muon for the matrices of the blocks; AdamW for embeddings, head and norms."""
     lr: Annotated[float, Meta(gt=0, le=100)] = 4e-4
     """Peak learning rate."""
@@ -218,6 +224,9 @@ class Optimizer:
     weight_decay: Annotated[float, Meta(ge=0)] | Literal["1/steps"] = 0.1
     """Decoupled weight decay of the matrices; norms have none. `1/steps`: one divided by the number
     of steps of the run, as in the scaling-law paper."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of an optimizer that a module of `run.imports` adds. On the command line:
+    `--optimizer.options rank=8 rescale=true`."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +235,7 @@ class LrSchedule:
 
     warmup: Length = 1000
     """Length of the linear warm-up from 0, in steps, or as a share of the run if below 1."""
-    decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    decay: Annotated[str, OneOf(SCHEDULES)] = "cosine"
     """Shape after the warm-up. `wsd` keeps the peak and decays linearly at the end."""
     decay_fraction: Fraction = 0.2
     """Fraction of the steps in which `wsd` decays."""
@@ -336,15 +345,12 @@ class Metrics:
 
     log_every: Positive = 10
     """Steps between two lines on the console and in the records."""
-    tensorboard: bool = True
-    """Write TensorBoard events to the folder of each worker."""
-    wandb: str = ""
-    """Weights & Biases project that receives the curves of the first worker, or of each island, as
-    one group (extra `wandb`). Empty: none. Without a network, set the environment variable
-    WANDB_MODE=offline."""
-    mlflow: str = ""
-    """MLflow experiment that receives the same curves (extra `mlflow`), on the server in the
-    environment variable MLFLOW_TRACKING_URI. Empty: none."""
+    boards: tuple[Annotated[str, OneOf(BOARDS)], ...] = ("tensorboard",)
+    """Programs that show the curves. `tensorboard`: event files in the folder of each worker. Those
+    of the first worker, or of each island, which are one group there: `wandb:PROJECT`, Weights &
+    Biases (extra `wandb`; without a network, set WANDB_MODE=offline), and `mlflow:EXPERIMENT`,
+    MLflow on the server in MLFLOW_TRACKING_URI (extra `mlflow`). On the command line:
+    `--metrics.boards tensorboard wandb:my-project`, or `none`."""
 
 
 @dataclass(frozen=True)

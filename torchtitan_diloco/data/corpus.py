@@ -6,9 +6,10 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from torchtitan_diloco.base.registry import find
 from torchtitan_diloco.base.user import UserError, command_line
+from torchtitan_diloco.config.parts import SOURCES
 from torchtitan_diloco.config.schema import WORKER_FIELD, Data
-from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX, Dataset
 from torchtitan_diloco.data.pieces import Corpus
 from torchtitan_diloco.data.prepare import prepare
 from torchtitan_diloco.data.shards import (
@@ -21,7 +22,7 @@ from torchtitan_diloco.data.shards import (
     what_is_begun,
     what_is_missing,
 )
-from torchtitan_diloco.data.text import STDLIB, open_corpus, text_kind
+from torchtitan_diloco.data.text import open_corpus, text_kind
 from torchtitan_diloco.data.tokenizer import Tokenizer
 
 
@@ -69,16 +70,23 @@ def find_corpus(
     """Return the text, or the folder of shards, that a setting names. If neither is there, raise an
     error that says how to prepare it, with `options`."""
     try:
-        if spec.startswith(HUGGING_FACE_PREFIX):
-            Dataset.parse(spec)
-        elif not _is_shard_folder(spec):
-            return open_corpus(spec)
+        if not _is_shard_folder(spec):
+            corpus = open_corpus(spec)
+            if not _text_to_prepare(spec):
+                return corpus
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
     folder = Path(spec).expanduser()
     if (folder / INDEX_NAME).exists():
         return folder
     raise _unprepared(data, key, spec, options)
+
+
+def _text_to_prepare(spec: str) -> str:
+    """Return what follows the name of a source that is only read from token shards. Otherwise,
+    return an empty string."""
+    source = find(SOURCES, spec)
+    return source[1] if source is not None and source[0].is_prepared else ""
 
 
 def _unprepared(data: Data, key: str, spec: str, options: Callable[[], list[str]]) -> UserError:
@@ -89,24 +97,24 @@ def _unprepared(data: Data, key: str, spec: str, options: Callable[[], list[str]
     if begun := what_is_begun(Path(spec).expanduser()):
         return UserError(f"{named} {begun}")
     source = data.source if key == "data.corpus" else ""
-    if spec.startswith(HUGGING_FACE_PREFIX):
+    if text := _text_to_prepare(spec):
         source = spec
-        out = f"corpora/{_slug(spec)}"
+        out = f"corpora/{_slug(text)}"
         problem = f'is read from token shards only: set it to "{out}" after'
     else:
         out = spec
         reason = what_is_missing(Path(spec).expanduser())
         problem = f"{reason}: correct the path, set it to text, such as stdlib, or prepare it:"
-        if source.startswith(HUGGING_FACE_PREFIX):
-            Dataset.parse(source)
+        if _text_to_prepare(source):
+            open_corpus(source)  # to check its name
     words = ["--source", source or "TEXT", "--tokenizer", data.tokenizer, "--out", out]
     words += options() if key == "data.corpus" else []
     command = f"{command_line('prepare')} {shlex.join(words)}"
     return UserError(f"{named} {problem}\n    {command}")
 
 
-def _slug(spec: str) -> str:
-    return re.sub(r"\W+", "-", spec.removeprefix(HUGGING_FACE_PREFIX)).strip("-")
+def _slug(text: str) -> str:
+    return re.sub(r"\W+", "-", text).strip("-")
 
 
 def _folder(data: Data, key: str, spec: str, tokenizer: Tokenizer, *, fraction: float) -> Path:
@@ -131,7 +139,7 @@ def _is_shard_folder(spec: str) -> bool:
     This also holds for an empty folder, and for a single missing path without wildcards or the
     suffix of a text file.
     """
-    if spec == STDLIB or "," in spec:
+    if find(SOURCES, spec) or "," in spec:
         return False
     path = Path(spec).expanduser()
     if path.is_dir():

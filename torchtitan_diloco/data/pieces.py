@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,6 +108,32 @@ class Corpus:
     def is_empty(self) -> UserError:
         """Return the error for a corpus without text."""
         return UserError(f"the corpus {self.spec!r} has no text: all of it is empty")
+
+
+def corpus_of_documents(
+    spec: str, documents: Callable[[], Iterable[str]], *, version: str = ""
+) -> Corpus:
+    """Return a corpus of documents, which the function must yield alike each time.
+
+    Reading continues after it has yielded the earlier ones again. `version`: changes when the text
+    does, so that its tokens are not taken from the cache.
+    """
+
+    def located(place: Place) -> Iterator[Located]:
+        done = place.pieces
+        size = place.bytes
+        for row, document in enumerate(islice(documents(), place.row, None), start=place.row):
+            pieces = islice(enumerate(split_into_pieces([document]), start=1), done, None)
+            for count, piece in pieces:
+                size += utf8_size(piece.text)
+                yield Located(piece, Place(row=row, pieces=count, bytes=size))
+            done = 0
+
+    def read(place: Place) -> Reading:
+        how = "" if place == BEGINNING else f"the first {place.row:,} documents are read again"
+        return Reading(located(place), how=how)
+
+    return Corpus(spec, corpus_fingerprint(f"{spec}\0{version}", []), read)
 
 
 def is_held_out(piece: int, fraction: float, *, is_last: bool = False) -> bool:

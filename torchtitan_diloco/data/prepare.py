@@ -17,6 +17,7 @@ import msgspec
 
 from torchtitan_diloco.base.formatting import counted
 from torchtitan_diloco.base.hardware import available_cores
+from torchtitan_diloco.base.registry import add_imports_option
 from torchtitan_diloco.base.user import Parser, UserError, command_line, paths_of_option
 from torchtitan_diloco.data.clusters import cluster_folders, write_clusters
 from torchtitan_diloco.data.pieces import PIECE_CHARACTERS, Corpus, Position, Reading
@@ -33,7 +34,7 @@ from torchtitan_diloco.data.shards import (
     why_nothing_is_held_out,
     write_index,
 )
-from torchtitan_diloco.data.text import SOURCES, TEXT_FIELD, open_source, whole_number
+from torchtitan_diloco.data.text import TEXT_FIELD, open_source, sources_text, whole_number
 from torchtitan_diloco.data.tokenizer import BEGINS, Ids, Tokenizer, build_tokenizer
 from torchtitan_diloco.data.tokenizing import (
     MOST_PROCESSES,
@@ -229,8 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "killed, the same command continues.",
     )
     add = parser.add_argument
-    source = f"{SOURCES}; not needed to divide finished shards into clusters"
+    source = f"{sources_text()}; not needed to divide finished shards into clusters"
     add("--source", type=paths_of_option, help=source)
+    add_imports_option(parser)
     tokenizers = "bytes (default), a tiktoken encoding such as gpt2, or a tokenizer.json"
     add("--tokenizer", type=paths_of_option, default="bytes", help=tokenizers)
     add("--out", required=True, type=Path, help="folder of the shards")

@@ -1,4 +1,4 @@
-"""Read a corpus in pieces of text: the standard library, files, or a Hugging Face dataset."""
+"""Read a corpus in pieces of text: the standard library, files, or another source."""
 
 import argparse
 import glob
@@ -17,8 +17,9 @@ from typing import BinaryIO, cast
 
 from msgspec.structs import replace
 
+from torchtitan_diloco.base.registry import OneOf, find
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX, open_dataset
+from torchtitan_diloco.config.parts import SOURCES
 from torchtitan_diloco.data.pieces import (
     BEGINNING,
     Corpus,
@@ -31,12 +32,9 @@ from torchtitan_diloco.data.pieces import (
     utf8_size,
 )
 
-STDLIB = "stdlib"
 TEXT_FIELD = "text"
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 COMPRESSED_SUFFIX = ".gz"
-SOURCES = "stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]"
-"""Help of the option `--source`."""
 
 _KINDS = f"{' '.join(TEXT_SUFFIXES)}, each also with {COMPRESSED_SUFFIX}"
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -44,19 +42,27 @@ _BLOCK_CHARACTERS = 1 << 18
 
 
 def open_corpus(spec: str, field: str = TEXT_FIELD) -> Corpus:
-    """Open `stdlib`, `hf:NAME[/SUBSET][:SPLIT]`, or comma-separated files, folders and globs.
+    """Open a source by its name, or comma-separated files, folders and globs.
 
     `field`: field of the text in JSON lines and in rows of datasets.
     """
-    if spec == STDLIB:
-        return _corpus_of_files(spec, standard_library(Path(sysconfig.get_path("stdlib"))), field)
-    if spec.startswith(HUGGING_FACE_PREFIX):
-        return open_dataset(spec, field)
+    if source := find(SOURCES, spec):
+        corpus: Corpus = source[0].load()(spec, field)
+        return corpus
     patterns = [pattern.strip() for pattern in spec.split(",") if pattern.strip()]
     if not patterns:
         raise UserError(f'the corpus "{spec}" names no file: give files, folders or globs')
     paths = [path for pattern in patterns for path in _find_files(pattern)]
     return _corpus_of_files(spec, paths, field)
+
+
+def open_standard_library(spec: str, field: str) -> Corpus:
+    return _corpus_of_files(spec, standard_library(Path(sysconfig.get_path("stdlib"))), field)
+
+
+def sources_text() -> str:
+    """Return the help of the option --source."""
+    return f"{'; '.join(OneOf(SOURCES).choices())}; or files, folders, globs with commas"
 
 
 def open_source(spec: str, field: str) -> Corpus:

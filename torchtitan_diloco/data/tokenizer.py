@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
+from torchtitan_diloco.base.registry import add_imports_option
 from torchtitan_diloco.base.user import Parser, UserError, command_line, installed, paths_of_option
-from torchtitan_diloco.data.text import SOURCES, TEXT_FIELD, open_source, whole_number
+from torchtitan_diloco.data.text import TEXT_FIELD, open_source, sources_text, whole_number
 
 END_OF_DOCUMENT = "<|endoftext|>"
 ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>")
@@ -176,7 +177,8 @@ def _from_file(spec: str) -> Tokenizer:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog=command_line("tokenizer"), description="Train a tokenizer on a corpus.")
     add = parser.add_argument
-    add("--source", required=True, type=paths_of_option, help=SOURCES)
+    add("--source", required=True, type=paths_of_option, help=sources_text())
+    add_imports_option(parser)
     add("--out", required=True, type=Path, help="tokenizer.json to write")
     add("--vocab-size", type=whole_number, default=USUAL, help=f"default {USUAL}")
     pieces = "number of pieces of at most 32,768 characters to read (default 1e6)"

@@ -1,6 +1,7 @@
 """Agreement of all ranks before they train: groups, settings, code and arithmetic."""
 
 import hashlib
+import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -123,6 +124,15 @@ def code_facts(*places: Path) -> dict[str, str]:
         f"code of {place.name} (install the same commit on all machines)": code_fingerprint(place)
         for place in places
     }
+
+
+def module_facts(name: str) -> dict[str, str]:
+    """Return a fact for an imported module of others: its file, or the folder of a package. One of
+    an interactive session has none."""
+    module = sys.modules[name]
+    places = [*getattr(module, "__path__", [])] or [getattr(module, "__file__", None)]
+    files = [Path(place) for place in places if place]
+    return {f"code of {name} (use the same on all machines)": code_fingerprint(*files)}
 
 
 @cache

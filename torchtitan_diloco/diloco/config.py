@@ -1,6 +1,7 @@
 """Settings of the outer loop: the `[diloco]` section, its checks, and advice."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -198,6 +199,12 @@ MAY_DIFFER = {"diloco.link.interface"}
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 """Allowed block sizes: divisors of `codecs.UNIT`."""
 MOST_TOP_VALUES = 256
+NOT_WITH_ISLANDS: dict[str, Callable[[DiLoCoConfig], bool]] = {
+    "diloco.method": lambda diloco: diloco.method == "none",
+    "diloco.beginning.length": lambda diloco: diloco.beginning.length > 0,
+    "diloco.link.drop_probability": lambda diloco: diloco.link.drop_probability > 0,
+}
+"""Settings that islands do not have, and whether they are set."""
 FEW_ROUNDS = 100
 """With fewer outer rounds, the loss stays behind that of data parallelism."""
 
@@ -224,13 +231,8 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
         yield "diloco.quantization.codec", f"does not work with islands, as {why}: use fp4_e3m0"
     elif is_sparse:
         yield from _sparse_mistakes(diloco)
-    refused = {
-        "diloco.method": diloco.method == "none",
-        "diloco.beginning.length": first.length > 0,
-        "diloco.link.drop_probability": diloco.link.drop_probability,
-    }
-    for key, is_set in refused.items():
-        if is_set and islands:
+    for key, is_set in NOT_WITH_ISLANDS.items():
+        if islands and is_set(diloco):
             yield key, "does not work with islands: remove it"
 
 

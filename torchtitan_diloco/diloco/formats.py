@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_diloco.base.registry import Part
+from torchtitan_diloco.base.registry import Entry
 
 NAME_BYTES = 24
 """Bytes for the name of a format in the objects of islands."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format(Part):
+class Format(Entry):
     """Facts about a wire format, of which `build` is a subclass of `Codec`.
 
     It is called with the section `Quantization`, and with `arguments`.

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from torchtitan_diloco.base.registry import Part
+from torchtitan_diloco.base.registry import Entry
 
 
 @dataclass(frozen=True, kw_only=True)
-class OuterRule(Part):
+class OuterRule(Entry):
     """Facts about an outer optimizer, of which `build` is its rule: a function that is called with
     a `Direction` (diloco/outer_step.py)."""
 

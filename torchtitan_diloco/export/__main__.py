@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torchtitan_diloco import __version__
 from torchtitan_diloco.base.process import run_and_exit
+from torchtitan_diloco.base.registry import add_imports_option
 from torchtitan_diloco.base.user import USER_ERROR, Parser, UserError, command_line
 from torchtitan_diloco.config import to_toml
 from torchtitan_diloco.data.text import whole_number
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
+    add_imports_option(parser)
     if name == "generate":
         add("--prompt", default="", help="text to continue (default: the beginning of a document)")
         tokens_help = "maximum number of tokens to generate (default 100)"

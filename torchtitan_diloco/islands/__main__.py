@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from torchtitan_diloco.base.process import STOP_SIGNALS, run_and_exit
+from torchtitan_diloco.base.registry import add_imports_option
 from torchtitan_diloco.base.user import (
     USER_ERROR,
     Parser,
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     sync.add_argument("--threads", type=int, default=1, help=cores)
     folder = f"folder for the newest versions in fp32 (default: {SCRATCH})"
     sync.add_argument("--scratch", type=Path, default=SCRATCH, help=folder)
+    add_imports_option(sync)
     page = "serve a page about the run, and /metrics, to this machine"
     sync.add_argument("--http", metavar="PORT", help=page)
     site = add("site", _change_site, "give a site its own login, or remove it")
@@ -101,6 +103,7 @@ def _add_server_arguments(parser: Parser) -> None:
         action="store_true",
         help="serve only a bucket, such as for checkpoint.mirror or for `islands sync` elsewhere",
     )
+    add_imports_option(parser)
     parser.add_argument("--address", help="name or address that others connect to")
     parser.add_argument("--host", help="address to listen on (default: 0.0.0.0; for IPv6, ::)")
     parser.add_argument("--port", type=int, help="TCP port to listen on (default: 8333)")

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from torchtitan_diloco.base.hardware import end_with_parent
+from torchtitan_diloco.base.registry import imports_words
 from torchtitan_diloco.base.user import UserError
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
@@ -115,7 +116,7 @@ def syncer_of(
     of the output of this process. `nice`: by how much its priority is lower. `may_end`: whether the
     end of the run is also its end.
     """
-    words = ["sync", str(location), "--scratch", str(scratch), *options]
+    words = ["sync", str(location), "--scratch", str(scratch), *options, *imports_words()]
 
     def launch() -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "torchtitan_diloco.islands", *words]

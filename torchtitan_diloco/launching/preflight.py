@@ -7,17 +7,17 @@ from pathlib import Path
 
 from torchtitan_diloco.base.formatting import counted
 from torchtitan_diloco.base.hardware import GLOO_INTERFACE, check_device, check_interfaces
+from torchtitan_diloco.base.registry import find
 from torchtitan_diloco.base.user import UserError, command_line, install_command, installed
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.checks import run_warnings
+from torchtitan_diloco.config.parts import BOARDS, SOURCES
 from torchtitan_diloco.config.schema import WORKER_FIELD
 from torchtitan_diloco.data.corpus import find_corpus, own_name
-from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
 from torchtitan_diloco.islands.config import check_may_decide, local_names, location_id
 from torchtitan_diloco.store.location import check_location, check_present, is_bucket
 
-MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 PUBLISHED = {
     "llama-1b": "meta-llama/Llama-3.2-1B",
     "llama-3b": "meta-llama/Llama-3.2-3B",
@@ -49,22 +49,26 @@ def missing(config: Config) -> Iterator[str]:
     """Yield what has to be installed, found, downloaded and prepared, in this order."""
     files = [*_missing_files(config)]
     stores = [config.checkpoint.mirror, config.islands.join]
-    packages = {
-        "wandb": ("wandb", config.metrics.wandb),
-        "obstore": ("bucket", any(map(is_bucket, stores))),
-        "mlflow": ("mlflow", config.metrics.mlflow),
-        "datasets": ("c4", any(f"--source {HUGGING_FACE_PREFIX}" in problem for problem in files)),
-    }
-    for package, (extra, needed) in packages.items():
-        if needed and find_spec(package) is None:
+    boards = {name: found[0] for name in config.metrics.boards if (found := find(BOARDS, name))}
+    sources = [
+        entry
+        for name, entry in SOURCES.items()
+        if any(f"--source {name}:" in problem for problem in files)
+    ]
+    packages = {entry.package: entry.extra for entry in (*boards.values(), *sources)}
+    if any(map(is_bucket, stores)):
+        packages["obstore"] = "bucket"
+    for package, extra in packages.items():
+        if package and find_spec(package) is None:
             yield f"install {package}: {install_command(extra)}"
+    for name, entry in boards.items():
+        for variable, meaning in entry.variables.items():
+            if not os.environ.get(variable):
+                yield f"metrics.boards: {name}: set {variable} to {meaning}"
     if config.checkpoint.mirror:
         for check in (check_location, check_present):
             for problem in _tried(check, config.checkpoint.mirror):
                 yield f"checkpoint.mirror: {problem}"
-    if config.metrics.mlflow and not os.environ.get(MLFLOW_SERVER):
-        given = f'metrics.mlflow = "{config.metrics.mlflow}"'
-        yield f"{given}: set {MLFLOW_SERVER} to the address of the tracking server"
     yield from _tried(check_device, config.run.device)
     if join := config.islands.join:
         for problem in _tried(check_present, join):

@@ -112,9 +112,7 @@ class Trial:
             "checkpoint.resume": "auto",
             "checkpoint.mirror": "",
             "metrics.log_every": "1",
-            "metrics.tensorboard": "false",
-            "metrics.wandb": "",
-            "metrics.mlflow": "",
+            "metrics.boards": "none",
             "profiling.start": "0",
         }
         given = [word for key, value in settings.items() for word in (f"--{key}", value)]

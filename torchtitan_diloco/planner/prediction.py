@@ -26,6 +26,7 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.metrics import GRADIENTS, all_reduce_bytes
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
 from torchtitan_diloco.config.loader import load_config, shipped_configs
+from torchtitan_diloco.config.parts import OPTIMIZERS
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import (
@@ -283,7 +284,7 @@ class Workload:
             ranks=workers * ranks,
             parameters=counts["total"],
             embedding_parameters=counts["embedding"],
-            muon=config.optimizer.name == "muon",
+            optimizer=OPTIMIZERS[config.optimizer.name],
             reduce_dtype=config.parallel.reduce_dtype,
         )
         return Workload(model=model, plan=plan, workers=workers, ranks=ranks)

@@ -45,8 +45,8 @@ class MLflow(Board):
             self._run = self._begin(experiment, shown)
         except MlflowException as error:
             raise UserError(
-                f'metrics.mlflow = "{experiment}": {first_line(error)} ({SERVER} is the address of '
-                "the server, MLFLOW_TRACKING_TOKEN or MLFLOW_TRACKING_USERNAME logs in)"
+                f'metrics.boards = "mlflow:{experiment}": {first_line(error)} ({SERVER} is the '
+                "address of the server, MLFLOW_TRACKING_TOKEN or MLFLOW_TRACKING_USERNAME logs in)"
             ) from error
         self._thread = Thread(target=self._send, name="mlflow", daemon=True)
         self._thread.start()

@@ -31,8 +31,8 @@ class WeightsAndBiases(Board):
             )
         except wandb.Error as error:
             raise UserError(
-                f'metrics.wandb = "{project}": {error} (`wandb login` logs in, WANDB_MODE=offline '
-                "needs no login, WANDB_ENTITY is the owner of the project)"
+                f'metrics.boards = "wandb:{project}": {error} (`wandb login` logs in, '
+                "WANDB_MODE=offline needs no login, WANDB_ENTITY is the owner of the project)"
             ) from error
         named.parent.mkdir(exist_ok=True)  # WANDB_MODE=disabled makes none
         named.write_text(self._run.id)
