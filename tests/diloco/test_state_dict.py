@@ -42,9 +42,7 @@ def assert_same(left: Any, right: Any) -> None:
 def _interrupted(wire: Quantization, optimizer_name: str) -> tuple[list[int], Any, list[Any]]:
     """Return the fragments in flight at each save, and the ends of the saved and resumed runs."""
     overlap, beginning = Overlap(delay=5, mixing_end=0.0), Beginning(length=5)
-    outer: dict[str, Any] = {"lr": 0.7, "warmup": 0.8}
-    if optimizer_name == "sgd":
-        outer = {"lr": 1.0}
+    outer: dict[str, Any] = {"lr": 1.0} if optimizer_name == "sgd" else {"lr": 0.7, "warmup": 0.8}
     outer_config = config(2, name=optimizer_name, **outer)
     chosen = replace(outer_config, overlap=overlap, beginning=beginning, quantization=wire)
     world, saves = join(2), list[Any]()

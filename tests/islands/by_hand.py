@@ -41,7 +41,7 @@ PATIENCE = 300.0
 NOTE_SECONDS = 0.5
 
 
-def settings_of(config: DiLoCoConfig, step_tokens: int = 0, **changed: Any) -> Settings:
+def settings_of(config: DiLoCoConfig, *, step_tokens: int = 0, **changed: Any) -> Settings:
     """Return the settings of a run of two islands, in which nobody is late. `step_tokens`: of both
     in a step, for a warm-up."""
     outer = config.outer_optimizer

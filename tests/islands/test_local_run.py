@@ -38,13 +38,37 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def run(folder: Path, **more: object) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, *, here: Path = REPOSITORY, **more: object
+) -> subprocess.CompletedProcess[str]:
+    """Run two islands. `here`: the current folder."""
     settings = SETTINGS | {"diloco.workers": 5}  # not the number of islands
     settings |= {key.replace("__", "."): value for key, value in more.items()}
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     module = [sys.executable, "-m", "torchtitan_diloco", "train"]
     command = [*module, "--config", "debug", "--run.folder", str(folder), *words]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=300)
+
+
+def test_islands_and_their_syncer_import_an_outer_optimizer(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs/algorithm.md").read_text()
+    (program,) = re.findall(r"^```python\n([^`]*^OUTER_OPTIMIZERS\[.*?)^```", page, re.M | re.S)
+    (tmp_path / "my_outer.py").write_text(program)
+    done = run(
+        tmp_path / "run",
+        here=tmp_path,
+        run__imports="my_outer",
+        diloco__outer_optimizer__name="signum",
+        diloco__outer_optimizer__lr=0.01,
+        diloco__outer_optimizer__warmup=0.5,
+        training__steps=20,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "signum lr 0.01 after a warm-up of 50% of the run momentum" in done.stdout
+    decision = newest(tmp_path / "run/store")
+    assert decision.ended
+    assert decision.settings.outer_optimizer == "signum"
+    assert min(shared.version for shared in decision.fragments) >= 3
 
 
 def test_islands_stop_and_go_on_where_their_store_ends(tmp_path: Path) -> None:
