@@ -11,12 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
-from torchtitan_diloco.base.settings import options_of
+from torchtitan_diloco.base.formatting import counted
+from torchtitan_diloco.base.settings import options_of, steps_of
 from torchtitan_diloco.base.tensors import local_of
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.muon import Muon
-from torchtitan_diloco.config.parts import OPTIMIZERS
-from torchtitan_diloco.config.schema import Optimizer
+from torchtitan_diloco.config.parts import OPTIMIZERS, SCHEDULES
+from torchtitan_diloco.config.schema import LrSchedule, Optimizer
 from torchtitan_diloco.models.interface import blocks_of
 
 
@@ -85,6 +86,23 @@ def decay_groups(parameters: Iterable[nn.Parameter], decay: float) -> list[dict[
 def weight_decay(config: Optimizer, total_steps: int) -> float:
     """Return the weight decay of matrices, in a run of so many steps."""
     return 1 / total_steps if isinstance(config.weight_decay, str) else config.weight_decay
+
+
+def describe_inner(config: Optimizer, schedule: LrSchedule, total_steps: int) -> str:
+    """Describe the inner optimizer and its learning rate, with the settings that they read."""
+    entry = OPTIMIZERS[config.name]
+    numbers = {name: getattr(config, name) for name in entry.reads}
+    chosen = {name: value for name, value in numbers.items() if value is not None}
+    chosen |= {"weight decay": weight_decay(config, total_steps)}
+    chosen |= options_of(entry, config.options)
+    words = [f"{config.name} lr {config.lr:g}"]
+    for name, value in chosen.items():
+        words.append(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
+    warmup = counted(steps_of(schedule.warmup, total_steps), "step")
+    shape = schedule.decay
+    if "floor" in SCHEDULES[schedule.decay].reads:
+        shape += f" to {100 * schedule.floor:g} % of the peak"
+    return f"{' '.join(words)}; warm-up of {warmup}, then {shape}"
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -19,6 +19,7 @@ from torchtitan_diloco.base.hardware import (
 )
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.user import LOCAL_ISLANDS, UserError
+from torchtitan_diloco.components.optimizer import describe_inner
 from torchtitan_diloco.components.traffic import Traffic, traffic_rows
 from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.parts import OptimizerEntry
@@ -176,6 +177,7 @@ def log_plan(
         f"{counted(training.sequence_length, 'token')} = {each} tokens{here}",
         "run": f"{counted(plan.total_steps, 'step')} {steps} = {total_tokens:,} tokens = "
         f"{few_digits(total_tokens / plan.parameters, 1)} per parameter, {epochs_text(epochs)}",
+        "inner": describe_inner(config.optimizer, config.lr_schedule, plan.total_steps),
         "memory": f"{plan.parameters:,} parameters x {plan.inner_bytes:.3g} bytes / "
         f"{counted(ranks, 'rank')} = {gib:.2f} GiB a rank for parameters, gradients and "
         f"optimizer, {activations}",
