@@ -28,7 +28,7 @@ SECTIONS = {
         "report-and-plan",
     ),
     "Islands": ("islands", "islands-reference"),
-    "Look up": ("own-loop", "troubleshooting"),
+    "Look up": ("own-loop", "own-parts", "troubleshooting"),
     "Results": ("measurements", "loss", "speed", "downstream", "tried"),
     "Develop": ("AGENTS", "CONTRIBUTING", "SECURITY", "CHANGELOG"),
 }

@@ -4,8 +4,9 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -29,7 +30,8 @@ CHANGED = {
     "diloco/arithmetic.py": "code of diloco ",
     "models/decoder.py": "code of models ",
     "trainer.py": "code of trainer.py ",
-    "mine.py": "code of mine.py ",
+    "mine.py": "code of tests.test_agreement (use the same on all machines): ",
+    "imported.py": "code of imported (use the same on all machines): ",
 }
 """A file that differs on rank 1 -> the beginning of what the error says. None does in the first."""
 
@@ -54,8 +56,14 @@ def _start(chosen: dict[str, str], copies: dict[str, Path]) -> dict[str, str]:
             if changed == "mine.py":
                 patched.setitem(FLAVORS, "debug", build_mine)
                 patched.setattr(sys.modules[__name__], "__file__", f"{copy}/{world.rank}/mine.py")
+            started = config
+            if changed == "imported.py":  # by `run.imports`
+                module = ModuleType("imported")
+                module.__file__ = f"{copy}/{world.rank}/imported.py"
+                patched.setitem(sys.modules, "imported", module)
+                started = replace(config, run=replace(config.run, imports=("imported",)))
             try:
-                Trainer(config, world)
+                Trainer(started, world)
                 found[changed] = ""
             except UserError as error:
                 found[changed] = str(error)
@@ -70,9 +78,10 @@ def test_ranks_with_other_code_are_refused(text: Path, processes: ProcessPool) -
         if (copy / changed).is_file():
             (copy / changed).write_text((copy / changed).read_text() + "# other\n")
     for rank in range(2):
-        mine = copies["mine.py"] / f"{rank}/mine.py"
-        mine.parent.mkdir()
-        mine.write_text(f"VERSION = {rank}")
+        for name in ("mine.py", "imported.py"):
+            mine = copies[name] / f"{rank}/{name}"
+            mine.parent.mkdir()
+            mine.write_text(f"VERSION = {rank}")
     for found in processes.run(_start, 2, settings(text, diloco__workers=2), copies):
         assert found.pop("") == ""
         assert found.keys() == CHANGED.keys() - {""}

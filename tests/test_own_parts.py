@@ -19,6 +19,10 @@ from torchtitan_diloco.components.lr_schedule import lr_factor
 from torchtitan_diloco.components.run_plan import plan_run
 from torchtitan_diloco.config import ConfigError, load_config, parse_config, to_toml
 from torchtitan_diloco.config.parts import BOARDS, OPTIMIZERS, SCHEDULES, SOURCES
+from torchtitan_diloco.data.pieces import BEGINNING
+from torchtitan_diloco.data.prepare import main as prepare
+from torchtitan_diloco.data.shards import INDEX_NAME
+from torchtitan_diloco.data.text import open_corpus
 from torchtitan_diloco.export import __main__ as commands
 
 PAGE = (REPOSITORY / "docs/own-parts.md").read_text()
@@ -130,6 +134,23 @@ def test_settings_know_what_a_module_adds() -> None:
     )
     assert plan.inner_bytes == 4 + 4 + 4
     assert imports_words()[-2:] == ["--imports", "mine"], "for the syncer"
+
+
+def test_prepare_knows_a_source_and_continues_it(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--tokenizer", "bytes", "--out", "shards"]
+    with pytest.raises(SystemExit):
+        prepare(["--source", "sums:3", "--imports", "absent", *out])
+    assert "--imports: absent cannot be imported (ModuleNotFoundError" in capsys.readouterr().err
+    prepare(["--source", "sums:3", "--imports", "mine", *out])
+    assert (mine.parent / "shards" / INDEX_NAME).exists()
+
+    corpus = open_corpus("sums:40")
+    located = list(corpus.read(BEGINNING).pieces)
+    assert len(located) == 40
+    for number, (_, place) in enumerate(located, start=1):
+        assert list(corpus.read(place).pieces) == located[number:]
 
 
 @pytest.mark.usefixtures("mine")

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from tests.diloco.toy import join, parameters
 from tests.processes import ProcessPool
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components.checkpoint import drop_state, inner_tensors
 from torchtitan_diloco.components.lr_schedule import lr_factor
 from torchtitan_diloco.components.optimizer import (
     build_optimizer,
@@ -21,6 +25,7 @@ from torchtitan_diloco.components.optimizer import (
     gradient_norm,
     set_lr,
 )
+from torchtitan_diloco.config.parts import OPTIMIZERS, OptimizerEntry
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
 from torchtitan_diloco.distributed.world import FSDP
 
@@ -174,3 +179,88 @@ def test_muon_on_any_number_of_ranks_is_the_same(
     expected = train_muon(1, 1)
     for found in processes.run(train_muon, workers * ranks, workers, ranks):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+# --- optimizers of others -------------------------------------------------------------------------
+
+
+class Counting(torch.optim.SGD):
+    """Adds a state to each parameter after a step."""
+
+    value: object = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = self.value
+
+
+def add(monkeypatch: pytest.MonkeyPatch, build: Callable[..., Any]) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "mine", OptimizerEntry(build=build))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, 100.0])
+def test_one_without_kernels_that_clip_takes_the_same_steps(
+    monkeypatch: pytest.MonkeyPatch, max_norm: float, broken: bool
+) -> None:
+    add(monkeypatch, lambda model, *_: torch.optim.RMSprop(model.parameters(), lr=0.01))
+    found, expected = (
+        train("mine", max_norm, together=together, broken=broken) for together in (True, False)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("value", [0, [1.0]])
+def test_a_state_that_is_no_tensor_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: object
+) -> None:
+    monkeypatch.setattr(Counting, "value", value)
+    add(monkeypatch, lambda model, *_: Counting(model.parameters(), lr=0.01))
+    kind = type(value).__name__
+    reason = f"^optimizer.name: the state count of Counting is of {kind}, and not a tensor, so it c"
+    with pytest.raises(UserError, match=reason):
+        train("mine", 1.0, together=True)
+
+
+def test_one_that_does_not_train_all_parameters_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add(monkeypatch, lambda model, *_: torch.optim.SGD(model.blocks.parameters(), lr=0.01))
+    reason = '"mine": it would not train embedding.weight: give it all parameters'
+    with pytest.raises(UserError, match=reason):
+        train("mine", 1.0, together=True)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "mine"])
+def test_a_state_is_created_to_be_filled_and_what_was_not_saved_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A parameter that was never trained has no state in a checkpoint, and none after it."""
+    add(monkeypatch, lambda model, *_: torch.optim.RMSprop(model.parameters(), lr=0.01))
+    trained = Net()
+    optimizer = build_optimizer(trained, Optimizer(name=name), total_steps=10)
+    for step in range(2):
+        set_gradients(trained, step)
+        trained.embedding.weight.grad = None
+        clipped_step(optimizer, gradient_norm(trained.parameters()), 1.0)
+    saved = inner_tensors(trained, optimizer)
+    assert not [key for key in saved if key.startswith("optimizer/") and "embedding" in key]
+
+    model = Net()
+    other = build_optimizer(model, Optimizer(name=name), total_steps=10)
+    rates = [group["lr"] for group in other.param_groups]
+    created = inner_tensors(model, other, create=True)
+    assert rates == [group["lr"] for group in other.param_groups]
+    assert not [parameter for parameter in model.parameters() if parameter.grad is not None]
+    for key in saved:
+        created[key].copy_(saved[key])
+    states = len(other.state[model.embedding.weight])
+    assert drop_state(model, other, saved) == states > 0
+    for one, its in ((trained, optimizer), (model, other)):
+        set_gradients(one, 2)
+        clipped_step(its, gradient_norm(one.parameters()), 1.0)
+    found = inner_tensors(model, other)
+    for key, value in inner_tensors(trained, optimizer).items():
+        assert torch.equal(found[key], value), key

@@ -5,10 +5,12 @@ import re
 import pytest
 
 from torchtitan_diloco import cli
+from torchtitan_diloco.base.registry import Entry
 from torchtitan_diloco.cli import COMMANDS
 from torchtitan_diloco.config import Config, load_config
 from torchtitan_diloco.config.help import MATTER_MOST, print_help
 from torchtitan_diloco.config.loader import shipped_configs
+from torchtitan_diloco.config.parts import BOARDS, SCHEDULES, BoardEntry
 from torchtitan_diloco.config.schema import flat_settings
 
 TEXTS = {name: text for name, (_, text) in COMMANDS.items()}
@@ -74,6 +76,18 @@ def test_the_help_of_a_section_has_its_settings(
     of_section = {key for key in flat_settings(Config()) if key.startswith("diloco.")}
     assert shown.keys() - {"help", "config"} == of_section
     assert "Number of workers." in shown["diloco.workers"]
+
+
+def test_the_help_has_the_names_that_others_have_added(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SCHEDULES, "mine", Entry(build=str))
+    monkeypatch.setitem(BOARDS, "mine", BoardEntry(build=str, takes="FILE"))
+    assert print_help(["--help", "lr_schedule"], TEXTS)
+    shown = entries(capsys.readouterr().out)["lr_schedule.decay"]
+    assert "{cosine,linear,wsd,constant,mine} Shape" in shown
+    assert print_help(["--help", "metrics"], TEXTS)
+    assert "mlflow:EXPERIMENT,mine:FILE}" in entries(capsys.readouterr().out)["metrics.boards"]
 
 
 def test_the_help_of_no_section_is_refused(

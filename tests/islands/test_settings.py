@@ -1,5 +1,6 @@
 """Settings of a run that change while it goes on."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,13 +8,15 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from tests.conftest import REPOSITORY
 from tests.diloco.toy import config
 from tests.islands.by_hand import newest, open_run, syncer
 from tests.islands.test_peers import same
 from tests.islands.trainees import TOKENS, Trainee, trained
 from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Config, flat_settings
-from torchtitan_diloco.diloco.config import DiLoCoConfig, Overlap
+from torchtitan_diloco.diloco.config import NOT_WITH_ISLANDS, DiLoCoConfig, Overlap
 from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.founding import settings_of
@@ -25,6 +28,18 @@ from torchtitan_diloco.islands.run_settings import KEYS, change_of, in_diloco, s
 SETTINGS = Settings(
     sync_every=20, delay=2, total_tokens=1000, slots=2, start_with=2, streams=2, block=1
 )
+
+
+def test_the_page_names_all_settings_that_islands_do_not_have() -> None:
+    page = (REPOSITORY / "docs/islands-reference.md").read_text()
+    (line,) = re.findall(r"^- (.*) are not supported\.", page, re.M)
+    named = re.findall(r"`(diloco\.[\w.]+)", line)
+    assert named == list(NOT_WITH_ISLANDS)
+    values = {"diloco.method": "none", "diloco.beginning.length": "9"}
+    for key in named:
+        changes = {"islands.join": "store", "islands.name": "a", key: values.get(key, "0.1")}
+        with pytest.raises(UserError, match=f"{key} = .* does not work with islands: remove it"):
+            load_config("debug", changes)
 
 
 def test_islands_follow_changes_of_all_kinds_with_equal_bits(tmp_path: Path) -> None:
