@@ -195,7 +195,7 @@ def test_a_module_that_cannot_be_imported_is_named(
 
 
 def test_what_is_no_entry_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OPTIMIZERS, "mine", print)  # type: ignore[arg-type]
+    monkeypatch.setitem(OPTIMIZERS, "mine", print)
     with pytest.raises(ConfigError, match=r"mine was added as <built-in .*>: add an Entry, such"):
         load_config("debug", {"optimizer.name": "mine"})
     with pytest.raises(ConfigError, match=r"expected one of adamw, muon, mine"):

@@ -116,7 +116,7 @@ def test_each_island_reads_corpora_of_its_own(tmp_path: Path) -> None:
         document = json.dumps({"text": f"{words} of these words\n" * 9}) + "\n"
         (tmp_path / f"{name}.jsonl").write_text(document * 60)
     mixture = f"{tmp_path}/{{worker}}.jsonl=3 {tmp_path}/common.jsonl=1"
-    settings: dict[str, object] = {"data__mixture": mixture, "data__shard_by": "own"}
+    settings: dict[str, Any] = {"data__mixture": mixture, "data__shard_by": "own"}
     settings |= {"data__cache_folder": tmp_path / "cache", "data__validation_fraction": 0.2}
     ended = run(tmp_path / "run", training__steps=12, **settings)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -163,8 +163,11 @@ def test_islands_leave_on_a_notice_and_each_has_a_place_in_the_mirror(tmp_path: 
     folder = tmp_path / "run"
     with metadata_server() as server:
         server.answers[GCP] = "TRUE"
-        notices = {"run__preemption": "gcp", "run__preemption_address": server.address}
-        more = {"training__steps": 20_000, "checkpoint__mirror": location}
+        notices: dict[str, Any] = {
+            "run__preemption": "gcp",
+            "run__preemption_address": server.address,
+        }
+        more: dict[str, Any] = {"training__steps": 20_000, "checkpoint__mirror": location}
         done = run(folder, **notices, **more)
     assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
     assert "notice: GCP will preempt this machine, 30 s left" in done.stdout
