@@ -3,6 +3,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.processes import ProcessPool
+from tests.programs import popen
 from tests.store.fixtures import bucket as bucket
 from tests.store.fixtures import bucket_server as bucket_server
 from tests.store.fixtures import place as place
@@ -23,6 +25,9 @@ from torchtitan_diloco.data.tokenizer import train_tokenizer
 REPOSITORY = Path(__file__).parents[1]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
+# What tests start finds this package, also where another copy of it is installed.
+paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 settings.register_profile("deterministic", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("deterministic")
 
@@ -50,6 +55,12 @@ def package_logging() -> Iterator[None]:
     yield
     logger.handlers, logger.propagate = [], True
     logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what this process starts be programs of `tests.programs`, which need not import torch."""
+    monkeypatch.setattr(subprocess, "Popen", popen)
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,12 @@ import atexit
 import gc
 import os
 
+import pytest  # noqa: F401
 import torch
+import torch.distributed.launcher.api
 
+import torchtitan_diloco.island_course
+import torchtitan_diloco.islands.syncing
 import torchtitan_diloco.launching.rank  # noqa: F401
 
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()  # the first step imports more

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -170,8 +169,8 @@ def with_instructions(instructions: str, function: str, *arguments: str) -> Any:
     code = (
         f"import json, sys; from {module} import {name}; print(json.dumps({name}(*sys.argv[1:])))"
     )
-    environment = {"ATEN_CPU_CAPABILITY": instructions, "PYTHONPATH": str(Path.cwd())}
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": instructions}
     output = subprocess.check_output(
-        [sys.executable, "-c", code, *arguments], env=os.environ | environment, text=True
+        [sys.executable, "-c", code, *arguments], env=environment, text=True
     )
     return json.loads(output.splitlines()[-1])

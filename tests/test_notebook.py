@@ -1,7 +1,6 @@
 """The notebook: its cells run from top to bottom, and plot what the runs have recorded."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ def test_its_cells_run_and_plot(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)  # read again
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY)]))
     code = ["".join(cell["source"]) for cell in read_cells() if cell["cell_type"] == "code"]
     assert SHORTER[0] in code[0]
     namespace: dict[str, Any] = {}

@@ -100,7 +100,6 @@ class Console:
             self.folder / "console.txt",
             PATH=ENVIRONMENT["PATH"],
             PYTHON=sys.executable,
-            PYTHONPATH=str(REPOSITORY),
         )
 
     def wait_for(self, pattern: str) -> None:

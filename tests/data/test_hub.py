@@ -6,7 +6,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import msgspec
 import pytest
 
@@ -27,6 +26,7 @@ dataset_info:
 ---
 """
 FILES, ROWS = 3, 5
+BUILDER = "datasets.load_dataset_builder"
 
 
 def pieces(spec: object) -> list[str]:
@@ -44,8 +44,10 @@ def corpus(
     """Several data files, with rows of one piece, of several, and of none."""
     kind, short = request.param, partial(split_into_pieces, limit=6)
     monkeypatch.setattr(hub_module, "split_into_pieces", short)
+    import datasets  # takes seconds, which no other test needs
+
     once = cache(datasets.load_dataset_builder)  # it takes a quarter of a second
-    monkeypatch.setattr(datasets, "load_dataset_builder", once)
+    monkeypatch.setattr(BUILDER, once)
     for file in range(FILES):
         texts = [f"{file}, {row} " * (row % 4) for row in range(ROWS)]
         table = datasets.Dataset.from_dict({"text": texts, "id": [*range(ROWS)]})
@@ -95,6 +97,8 @@ class Stream:
 
     def __init__(self, first: int = 0, *, state: Any = None, fails: int | None = None) -> None:
         self.rows, self.state, self.fails = range(first, first + 9), state, fails
+        import datasets
+
         self.info = datasets.DatasetInfo()
 
     def __iter__(self) -> Iterator[dict[str, str]]:
@@ -131,7 +135,7 @@ class Builder:
 def test_a_stream_that_cannot_continue_is_read_again(
     monkeypatch: pytest.MonkeyPatch, state: Any
 ) -> None:
-    monkeypatch.setattr(datasets, "load_dataset_builder", Builder(Stream(state=state)))
+    monkeypatch.setattr(BUILDER, Builder(Stream(state=state)))
     corpus = open_corpus("hf:owner/set")
     located = [*corpus.read(BEGINNING).pieces]
     for number, (_, place) in enumerate(located, start=1):
@@ -144,7 +148,7 @@ def test_a_stream_that_cannot_continue_is_read_again(
 def test_a_dataset_on_the_hub_is_read_in_one_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = Builder(Stream())
     builder.revisions.clear()
-    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    monkeypatch.setattr(BUILDER, builder)
     corpus = open_corpus("hf:owner/set")
     place = [*corpus.read(BEGINNING).pieces][3].after
     builder.hash = "b" * 40
@@ -153,16 +157,16 @@ def test_a_dataset_on_the_hub_is_read_in_one_revision(monkeypatch: pytest.Monkey
 
 
 def test_another_dataset_and_a_lost_network_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "load_dataset_builder", Builder(Stream(fails=7)))
+    monkeypatch.setattr(BUILDER, Builder(Stream(fails=7)))
     corpus = open_corpus("hf:owner/set")
     message = r"cannot read row 7 of hf:owner/set \(ConnectionError: the network is gone\): check"
     with pytest.raises(UserError, match=message):
         [*corpus.read(BEGINNING).pieces]
     place = next(iter(corpus.read(BEGINNING).pieces)).after
-    monkeypatch.setattr(datasets, "load_dataset_builder", Builder(Stream(first=1)))
+    monkeypatch.setattr(BUILDER, Builder(Stream(first=1)))
     with pytest.raises(UserError, match=r"row 0 of .* is not the one .* has changed; del"):
         corpus.read(place)
-    monkeypatch.setattr(datasets, "load_dataset_builder", Builder(Stream(fails=0)))
+    monkeypatch.setattr(BUILDER, Builder(Stream(fails=0)))
     with pytest.raises(UserError, match="cannot read row 0 of hf:owner/set"):
         corpus.read(place)
 

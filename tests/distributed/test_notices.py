@@ -4,8 +4,6 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 import torch
 
 from tests.components.test_resume import FP32, chosen, last, run
-from tests.conftest import REPOSITORY, write_text
+from tests.conftest import write_text
 from tests.metadata_server import (
     AWS,
     AZURE,
@@ -27,6 +25,7 @@ from tests.metadata_server import (
     metadata_server,
 )
 from tests.processes import ProcessPool
+from tests.programs import run_program
 from tests.test_trainer import around_steps
 from torchtitan_diloco.components.checkpoint_folder import step_of
 from torchtitan_diloco.config import ConfigError, load_config
@@ -260,9 +259,10 @@ def test_the_exit_code_is_that_of_sigterm_and_the_run_is_not_started_again(
     server.answers[GCP] = "TRUE"
     wanted = noticed(text, tmp_path / "run", "gcp", server)
     words = [word for key, value in wanted.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "torchtitan_diloco", "train", "--config", "debug", *words]
-    done = subprocess.run(
-        command, env=os.environ | {"NPROC": "1"}, capture_output=True, text=True, cwd=REPOSITORY
+    done = run_program(
+        tmp_path / "console.txt",
+        ["train", "--config", "debug", *words],
+        variables=os.environ | {"NPROC": "1"},
     )
     assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
     assert "notice: GCP will preempt this machine, 30 s left" in done.stdout

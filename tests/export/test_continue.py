@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from torchtitan_diloco.export.hugging_face import (
 from torchtitan_diloco.export.weights import load_initial_weights, open_saved, weights_fingerprint
 from torchtitan_diloco.models import build_model
 
-pytest.importorskip("transformers", reason="the conversion is compared with transformers")
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="the conversion is compared with transformers"
+)
 SMALL: dict[str, Any] = {"layers": 2, "width": 24, "heads": 4, "head_dim": 10, "feed_forward": 40}
 SMALL |= {"kv_heads": 2}
 PLAIN = Model(**SMALL, qk_norm=False, tied_head=False, norm_epsilon=1e-5)

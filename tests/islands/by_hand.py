@@ -39,6 +39,7 @@ from torchtitan_diloco.store import open_store
 SAMPLES, TOKENS_PER_SAMPLE = 2, 100
 PATIENCE = 300.0
 NOTE_SECONDS = 0.5
+LOOK_SECONDS = 0.005
 
 
 def settings_of(config: DiLoCoConfig, *, step_tokens: int = 0, **changed: Any) -> Settings:
@@ -226,11 +227,15 @@ def train(islands: list[HandIsland], steps: int, tokens: list[int]) -> None:
     until = time.monotonic() + PATIENCE
     waiting = list(islands)
     while waiting:
+        is_waiting_for_others = True
         for island in waiting:
             island.look()
             if island.boundary() and island.machine.step < steps and not island.machine.ending:
                 assert island.machine.slot is not None
                 island.step(tokens[island.machine.slot])
+                is_waiting_for_others = False
+        if is_waiting_for_others:
+            time.sleep(LOOK_SECONDS)  # the syncer may be a thread of this process
         waiting = [
             one
             for one in waiting

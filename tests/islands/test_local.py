@@ -15,11 +15,12 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.islands.by_hand import newest
 from tests.islands.test_syncing import wait_for
+from tests.programs import Program
 from torchtitan_diloco.islands.children import NICE, Child
+from torchtitan_diloco.islands.local import run_islands
 
-PATIENCE = 150.0
 ISLAND = """
-import signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 name = flags["--islands.name"]
@@ -28,38 +29,34 @@ def end(number, _):
     sys.exit(3 if name == "island-2" else 0)
 signal.signal(signal.SIGTERM, end)
 print(name, flags["--islands.join"], flush=True)
-Path(flags["--run.folder"], "ready").touch()
+Path(flags["--run.folder"], "ready").write_text(str(os.getpid()))
 time.sleep(200)
 """
 
 
+def start_two(words: list[str]) -> int:
+    """Run two stand-ins of islands in a folder."""
+    return run_islands([sys.executable, "-c", ISLAND], 2, Path(words[0]))
+
+
 @contextmanager
-def local_islands(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+def local_islands(folder: Path) -> Iterator[Program]:
     """Start two stand-ins of islands, and wait until they and the syncer run."""
-    code = "import sys; from pathlib import Path; "
-    code += "from torchtitan_diloco.islands.local import run_islands; "
-    code += f"sys.exit(run_islands([sys.executable, '-c', {ISLAND!r}], 2, Path({str(folder)!r})))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        wait_for(lambda: len(list(folder.glob("island-*/ready"))) == 2)
-        wait_for(lambda: syncers(process) != [] and leads(folder) == 1)
+    with Program(folder.with_suffix(".txt"), [folder], main=start_two) as process:
+        ready = [folder / f"island-{number}/ready" for number in (1, 2)]
+        wait_for(lambda: all(path.exists() and path.read_text() for path in ready))
+        wait_for(lambda: len(syncers(folder, process)) == leads(folder) == 1)
         yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
-def syncers(process: "subprocess.Popen[str]") -> list[int]:
-    """Return the process ids of the syncers that this process has started."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    commands = {int(pid): Path(f"/proc/{pid}/cmdline") for pid in children}
-    return [pid for pid, path in commands.items() if "--scratch" in path.read_text()]
+def children_of(process: Program) -> set[int]:
+    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return {int(pid) for pid in found.split()}
+
+
+def syncers(folder: Path, process: Program) -> set[int]:
+    """Return the process ids of the syncers that this process has started beside the islands."""
+    return children_of(process) - {int(path.read_text()) for path in folder.glob("*/ready")}
 
 
 def leads(folder: Path) -> int:
@@ -78,13 +75,12 @@ def is_gone(pid: int) -> bool:
 
 def test_a_signal_ends_all_islands_and_then_the_syncer(tmp_path: Path) -> None:
     with local_islands(tmp_path) as process:
-        (syncer,) = syncers(process)
+        (syncer,) = syncers(tmp_path, process)
         lowest = 19
         priority = os.getpriority(os.PRIO_PROCESS, 0)
         assert os.getpriority(os.PRIO_PROCESS, syncer) == min(lowest, priority + NICE)
         process.terminate()
-        output, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 3, output
+        output = process.end(3)
         assert is_gone(syncer)
     first, own, where, last = sorted(output.splitlines())
     store = tmp_path / "store"
@@ -101,25 +97,23 @@ def test_a_signal_ends_all_islands_and_then_the_syncer(tmp_path: Path) -> None:
 
 def test_a_syncer_that_dies_is_started_again(tmp_path: Path) -> None:
     with local_islands(tmp_path) as process:
-        (killed,) = syncers(process)
+        (killed,) = syncers(tmp_path, process)
         os.kill(killed, signal.SIGKILL)
-        wait_for(lambda: syncers(process) not in ([], [killed]))
         wait_for(lambda: leads(tmp_path) == 2)
+        (started_again,) = syncers(tmp_path, process)
+        assert started_again != killed
         process.terminate()
-        output, _ = process.communicate(timeout=PATIENCE)
+        output = process.end(3)
     assert "the syncer ended with code -9" in output
     assert "; starting it again in 1 s" in output
 
 
 def test_nothing_is_left_of_killed_islands(tmp_path: Path) -> None:
     with local_islands(tmp_path) as process:
-        (syncer,) = syncers(process)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        children = children_of(process)
         assert len(children) == 3
         process.kill()
-        process.wait()
-        wait_for(lambda: all(is_gone(int(pid)) for pid in children))
-    assert is_gone(syncer)
+        wait_for(lambda: all(map(is_gone, children)))
     assert not list((tmp_path / "store").glob("run/*")), "nobody has founded a run"
     with pytest.raises(AssertionError):
         newest(tmp_path / "store")

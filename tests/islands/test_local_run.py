@@ -4,7 +4,7 @@ import json
 import re
 import signal
 import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.components.test_resume import last
 from tests.conftest import REPOSITORY
 from tests.islands.by_hand import newest
 from tests.metadata_server import GCP, metadata_server
+from tests.programs import run_program
 from torchtitan_diloco.components.checkpoint_folder import read_manifest
 from torchtitan_diloco.components.metrics import baseline_bytes
 from torchtitan_diloco.islands.founding import read_saved
@@ -38,16 +39,20 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+def train_words(settings: Mapping[str, object]) -> list[str]:
+    """Return the words of a training with these settings on top of those of debug.toml."""
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    return ["train", "--config", "debug", *words]
+
+
 def run(
     folder: Path, *, here: Path = REPOSITORY, **more: object
 ) -> subprocess.CompletedProcess[str]:
     """Run two islands. `here`: the current folder."""
     settings = SETTINGS | {"diloco.workers": 5}  # not the number of islands
     settings |= {key.replace("__", "."): value for key, value in more.items()}
-    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    module = [sys.executable, "-m", "torchtitan_diloco", "train"]
-    command = [*module, "--config", "debug", "--run.folder", str(folder), *words]
-    return subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=300)
+    words = train_words({"run.folder": folder} | settings)
+    return run_program(folder / "console.txt", words, folder=here)
 
 
 def test_islands_and_their_syncer_import_an_outer_optimizer(tmp_path: Path) -> None:

@@ -1,21 +1,17 @@
 """The page of a run over HTTP, and its report."""
 
 import base64
-import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
 from tests.diloco.toy import config
 from tests.islands.rules.desk import A
+from tests.islands.test_syncing import sync
 from tests.islands.trainees import TOKENS, Trainee
 from tests.islands.written_run import WrittenRun, reading
 from tests.report.test_page_in_browser import BROWSER, PHONE, measure
@@ -139,24 +135,6 @@ def test_the_page_of_an_empty_location_says_that_there_is_no_run() -> None:
     assert "<h1>no run yet</h1>\n<p>nothing has been written yet; " in text
 
 
-@contextmanager
-def sync(store: Path, scratch: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """Yield the command of a syncer, and the address of its page."""
-    words = [sys.executable, "-m", "torchtitan_diloco", "islands", "sync", str(store)]
-    words += ["--scratch", str(scratch), "--http", "0"]
-    process = subprocess.Popen(
-        words, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        assert process.stdout is not None
-        begin = "page of the run: "
-        line = next(line for line in process.stdout if line.startswith(begin))
-        yield process, line.removeprefix(begin).strip()
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def stop(islands: list[Trainee]) -> None:
     for one in islands:
         one.stop.set()
@@ -173,12 +151,13 @@ def test_the_page_of_a_syncer_that_was_started_again(tmp_path: Path) -> None:
         one.peers.gauges.validated = TOKENS, 2.25
         one.thread.start()
     try:
-        with sync(store, tmp_path / "scratch") as (first, url):
+        with sync(store, tmp_path / "scratch", "--http", "0") as first:
+            url = first.line("page of the run: ")
             wait_until(lambda: shows(url, "b joins") and shows(url, "2.5000"), "both islands")
             assert not shows(url, "a syncer decides"), "as the first one has founded the run"
             first.kill()
-            first.wait()
-        with sync(store, tmp_path / "scratch") as (second, url):
+        with sync(store, tmp_path / "scratch", "--http", "0") as second:
+            url = second.line("page of the run: ")
             wait_until(lambda: shows(url, "a syncer decides"), "the second one")
             wait_until(lambda: shows(url, "2.2500 at 100 tokens"), "the loss")
             text = get(url)[2].decode()
@@ -186,8 +165,8 @@ def test_the_page_of_a_syncer_that_was_started_again(tmp_path: Path) -> None:
             assert "running" in text
             assert get(f"{url}/metrics")[2].count(b"islands_island_trains") == 3
             stop(islands)
-            second.send_signal(signal.SIGTERM)
-            assert second.wait(60) == 0
+            second.terminate()
+            second.end()
     finally:
         stop(islands)
     with reading(store) as reader:

@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,20 +11,18 @@ from typing import Any
 import pytest
 
 from tests.components.test_resume import last
-from tests.conftest import REPOSITORY
 from tests.islands.by_hand import newest
-from tests.islands.test_local_run import SETTINGS
+from tests.islands.test_local_run import SETTINGS, train_words
 from tests.islands.test_syncing import sync
 from tests.metadata_server import GCP, metadata_server
+from tests.programs import PATIENCE, Program
 from tests.test_trainer import records
 from torchtitan_diloco.base.user import USER_ERROR
 from torchtitan_diloco.components.checkpoint_folder import read_manifest
 
-PATIENCE = 240.0
 
-
-def island(folder: Path, name: str, **more: object) -> "subprocess.Popen[str]":
-    """Start an island of the trainer."""
+def island(folder: Path, name: str, **more: object) -> Program:
+    """Start an island of the trainer. It is killed at the end of its context."""
     settings = {key: value for key, value in SETTINGS.items() if key != "islands.local"}
     settings |= {
         "islands.join": folder / "store",
@@ -36,17 +32,7 @@ def island(folder: Path, name: str, **more: object) -> "subprocess.Popen[str]":
         "islands.grace_seconds": 1,
     }
     settings |= {key.replace("__", "."): value for key, value in more.items()}
-    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "torchtitan_diloco", "train", "--config", "debug", *words]
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def end_of(process: "subprocess.Popen[str]") -> str:
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, output
-    return output
+    return Program(folder / f"{name}.txt", train_words(settings))
 
 
 def steps_of(folder: Path, name: str) -> int:
@@ -70,18 +56,16 @@ def test_islands_stop_are_killed_and_go_on(tmp_path: Path, ranks: int) -> None:
         "training__steps": 120,
         "parallel__fsdp": ranks,
         "data__mixture": f"{texts[0]}=3 {texts[1]}=1",
-        "data__phases": f'[{{start = 0.1, mixture = {{"{texts[1]}" = 1}}}}]',
+        "data__phases": f'[{{start = 0.3, mixture = {{"{texts[1]}" = 1}}}}]',
         "data__cache_folder": tmp_path / "cache",
     }
     with sync(tmp_path / "store", tmp_path / "scratch") as syncer, ExitStack() as started:
 
-        def start(name: str, **changed: object) -> "subprocess.Popen[str]":
-            process = island(tmp_path, name, **(more | changed))
-            started.callback(process.kill)
-            return process
+        def start(name: str, **changed: object) -> Program:
+            return started.enter_context(island(tmp_path, name, **(more | changed)))
 
-        for output in map(end_of, [start(name, training__stop_after=20) for name in "ab"]):
-            assert "has slot" in output
+        for process in [start(name, training__stop_after=20) for name in "ab"]:
+            assert "has slot" in process.end()
         decision = newest(tmp_path / "store")
         assert not decision.ended
         assert decision.owners() == [], "both have left"
@@ -92,20 +76,18 @@ def test_islands_stop_are_killed_and_go_on(tmp_path: Path, ranks: int) -> None:
             assert second.poll() is None
             assert time.monotonic() < until
             time.sleep(0.05)
-        second.send_signal(signal.SIGKILL)
-        second.wait()
+        second.kill()
         again = start("b", parallel__fsdp=1)
-        assert "run 100 %" in end_of(first)
-        output, _ = again.communicate(timeout=PATIENCE)
-        assert again.returncode == 0, output
-        assert syncer.wait(PATIENCE) == 0
+        assert "run 100 %" in first.end()
+        again.end()
+        syncer.end()
     decision = newest(tmp_path / "store")
     assert decision.ended
     assert decision.stopped
     assert read_manifest(last(tmp_path / "a")).step >= 60
     assert [len(slot.entered) for slot in decision.slots] == [1, 1]
     (entered,) = (one for one in records(tmp_path / "a", "phase") if one["number"] == 1)
-    assert 0.1 <= entered["share"] < 0.5
+    assert 0.3 <= entered["share"] < 0.7
     assert entered["mixture"] == f"100 % {texts[1]}"
     total = decision.settings.total_tokens
     for number, shared in enumerate(decision.fragments):
@@ -123,10 +105,9 @@ def test_islands_leave_on_a_notice(tmp_path: Path) -> None:
         more["run__preemption_address"] = server.address
         pair = [island(tmp_path, "a", parallel__fsdp=2, **more), island(tmp_path, "b", **more)]
         for process in pair:
-            started.callback(process.kill)
+            started.enter_context(process)
         for process in pair:
-            output, _ = process.communicate(timeout=PATIENCE)
-            assert process.returncode == 128 + signal.SIGTERM, output
+            output = process.end(128 + signal.SIGTERM)
             assert "notice: GCP will preempt this machine, 30 s left" in output
             assert "left the run after its own step" in output
         decision = newest(store)
@@ -143,11 +124,11 @@ def test_the_syncer_beside_an_island_outlasts_it(tmp_path: Path) -> None:
     """An island ends early, and the launcher of its job goes on with the syncer until the end."""
     with ExitStack() as started:
         first = island(tmp_path, "a", islands__sync="true", training__stop_after=12)
-        started.callback(first.kill)
         second = island(tmp_path, "b")
-        started.callback(second.kill)
-        assert "run 100 %" in end_of(second)
-        output = end_of(first)
+        for process in (first, second):
+            started.enter_context(process)
+        assert "run 100 %" in second.end()
+        output = first.end()
     assert "left the run after its own step 12" in output
     assert f"the run in {tmp_path / 'store'} has not ended: its syncer goes on here" in output
     decision = newest(tmp_path / "store")
@@ -160,9 +141,8 @@ def test_islands_continue_a_job_that_had_a_beginning(tmp_path: Path) -> None:
     job = {key: value for key, value in SETTINGS.items() if not key.startswith("islands.")}
     job |= {"diloco.beginning.length": 8, "training.stop_after": 8, "training.steps": 40}
     job |= {"diloco.workers": 2, "run.folder": tmp_path / "job"}
-    words = [word for key, value in job.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "torchtitan_diloco", "train", "--config", "debug", *words]
-    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=PATIENCE)
+    with Program(tmp_path / "job.txt", train_words(job)) as process:
+        process.end()
     trained_tokens = read_manifest(last(tmp_path / "job")).tokens
     assert trained_tokens == 8 * 2 * 2 * 16
     more: dict[str, Any] = {
@@ -178,13 +158,11 @@ def test_islands_continue_a_job_that_had_a_beginning(tmp_path: Path) -> None:
             """Return the outputs of both islands, by their names."""
             pair = {name: island(tmp_path, name, **(more | changed)) for name in "ab"}
             for process in pair.values():
-                started.callback(process.kill)
-            return {name: end_of(process) for name, process in pair.items()}
+                started.enter_context(process)
+            return {name: process.end() for name, process in pair.items()}
 
-        refused = island(tmp_path, "a", **more)
-        started.callback(refused.kill)
-        output, _ = refused.communicate(timeout=PATIENCE)
-        assert refused.returncode == USER_ERROR, output
+        refused = started.enter_context(island(tmp_path, "a", **more))
+        output = refused.end(USER_ERROR)
         assert "the location is empty, and the checkpoint is of a job" in output
         more["islands__found"] = "true"
         for output in start(training__stop_after=20).values():

@@ -11,7 +11,7 @@ from tests.components.test_resume import last
 from tests.diloco.toy import config
 from tests.islands.by_hand import HandIsland, train
 from tests.islands.test_bucket_server import SITE, serving
-from tests.islands.test_run import end_of, island
+from tests.islands.test_run import island
 from tests.islands.trainees import TOKENS, Trainee, trained
 from tests.ports import free_port
 from tests.waiting import wait_until
@@ -69,8 +69,7 @@ def test_an_island_of_a_site_that_has_lost_its_machine_continues_from_its_mirror
                 training__stop_after=stop_after,
                 **more,
             )
-            stack.callback(process.kill)
-            return end_of(process)
+            return stack.enter_context(process).end()
 
         train("owner", 4)
         mirror = {"checkpoint__mirror": server.join_file(SITE)}

@@ -4,20 +4,17 @@ import logging
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import REPOSITORY
 from tests.diloco.toy import config
 from tests.islands.by_hand import HandIsland, newest, open_run, syncer, train
+from tests.programs import Program
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands import syncing
 from torchtitan_diloco.islands.rules.jobs import Load
@@ -31,21 +28,10 @@ TOKENS = [100, 170]
 PATIENCE = 120.0
 
 
-@contextmanager
-def sync(store: Path, scratch: Path, *options: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run the command of a syncer."""
-    command = [sys.executable, "-m", "torchtitan_diloco", "islands", "sync", str(store)]
-    command += ["--scratch", str(scratch), *options]
-    process = subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-        process.communicate()
+def sync(store: Path, scratch: Path, *options: str) -> Program:
+    """Start the command of a syncer. It is killed at the end of its context."""
+    words = ["islands", "sync", store, "--scratch", scratch, *options]
+    return Program(scratch.with_suffix(".txt"), words)
 
 
 def wait_for(is_true: Callable[[], bool]) -> None:
@@ -73,16 +59,13 @@ def test_a_run_ends_although_its_syncer_is_killed(tmp_path: Path) -> None:
         with sync(store, tmp_path / "scratch") as process:
             train(pair, 45, TOKENS)
             process.kill()
-            process.wait()
         before = newest(store)
         assert not before.stopped
         with sync(store, tmp_path / "scratch") as process:
             train(pair, 1000, TOKENS)
             assert [one.machine.ending for one in pair] == ["ended", "ended"]
-            assert process.wait(PATIENCE) == 0
-            assert process.stdout is not None
-            lines = process.stdout.read().splitlines()
-            assert lines[-1] == f"the run in {store} has ended, and all islands have read it"
+            last_line = process.end().splitlines()[-1]
+            assert last_line == f"the run in {store} has ended, and all islands have read it"
         (files,) = (tmp_path / "scratch").iterdir()
         assert [path.name for path in files.iterdir()] == ["lock"]
         after = newest(store)
@@ -162,9 +145,7 @@ def test_a_paused_syncer_that_wakes_up_stands_by(tmp_path: Path) -> None:
                 wait_for(lambda: newest(store).session not in (before.session, after.session))
                 train(pair, 100, TOKENS)
             first.terminate()
-            assert first.wait(PATIENCE) == 0
-            assert first.stdout is not None
-            assert "another syncer decides: standing by" in first.stdout.read()
+            assert "another syncer decides: standing by" in first.end()
         equal_versions(pair)
         assert [slot.ledgers[0].lost for slot in newest(store).slots] == [0, 0]
 
@@ -181,7 +162,6 @@ def test_a_syncer_takes_the_place_of_one_that_died_with_its_files(
         with sync(store, scratch) as process:
             train(pair, 10, TOKENS)
             process.kill()
-            process.wait()
         before = newest(store)
         assert not before.stopped
         (files,) = scratch.iterdir()
@@ -203,7 +183,6 @@ def test_a_syncer_with_other_files_stands_by(
         with sync(store, tmp_path / "scratch") as process:
             train(pair, 10, TOKENS)
             process.kill()
-            process.wait()
         other = SyncerProcess(run, tmp_path / "other", say=said.append)
         thread = threading.Thread(target=other.run)
         thread.start()

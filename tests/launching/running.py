@@ -4,27 +4,27 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn, cast
 
-from benchmarks.network import Program, wait_until
-from tests.conftest import REPOSITORY
+from benchmarks import network
+from benchmarks.network import wait_until
 from tests.launching.stand_in import is_alive
+from tests.programs import Main, Program
+from torchtitan_diloco.base.process import run_and_exit
+from torchtitan_diloco.launching.launch import main as launcher_of_package
 
-START = """
-import functools, sys
-from torchtitan_diloco.base import process
-from torchtitan_diloco.launching import launch
-process.run_and_exit(functools.partial(launch.main, module="{}"), sys.argv[1:])
-"""
+START = "import sys; from tests.launching.running import main; main(sys.argv[1:])"
 PATIENCE_SECONDS = 200.0
 LAUNCHER_VARIABLES = re.compile(
     r"NNODES|NODE_RANK|RDZV_.*|NPROC|TORCH_ELASTIC.*|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|LOGLEVEL"
 )
 
 
-class Running(Program):
+class Running(network.Program):
     """A launcher that was started."""
 
     def wait_for(self, text: str, times: int = 1) -> None:
@@ -40,25 +40,56 @@ class Running(Program):
         return code if code >= 0 else 128 - code
 
     def wait_until_ranks_are_gone(self) -> None:
-        pids = [int(pid) for pid in re.findall(r"pid=(\d+)", self.printed())]
+        pids = self.ranks()
         wait_until(lambda: not any(map(is_alive, pids)), "their end", self.log, PATIENCE_SECONDS)
+
+    def ranks(self) -> set[int]:
+        """Return the process ids that the ranks have printed."""
+        return {int(pid) for pid in re.findall(r"pid=(\d+)", self.printed())}
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return the environment of this process without variables of the launcher, and these ones."""
+    usual = {key: one for key, one in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(key)}
+    return usual | variables
 
 
 def start(
-    console: Path, command: Sequence[str], variables: Mapping[str, str], folder: Path | None = None
+    console: Path,
+    words: Iterable[str],
+    *,
+    main: Main | str = "torchtitan_diloco",
+    folder: Path | None = None,
+    **variables: str,
 ) -> Running:
-    """Start a program in a process group of its own, without other variables of the launcher."""
-    usual = {key: one for key, one in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(key)}
+    """Start a program in a fork, without other variables of the launcher."""
+    program = Program(console, words, main=main, folder=folder, variables=environment(**variables))
+    return Running(cast("subprocess.Popen[Any]", program), console)
+
+
+def start_interpreter(
+    console: Path, command: Sequence[str], *, folder: Path | None = None, **variables: str
+) -> Running:
+    """Start a command in a process group of its own, without other variables of the launcher."""
     with console.open("wb") as stream:
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env=usual | dict(variables),
+            env=environment(**variables),
             stdout=stream,
             stderr=stream,
             process_group=0,
         )
     return Running(process, console)
+
+
+def launch(module: str, arguments: list[str]) -> int:
+    """Run the launcher on a module of this folder."""
+    return launcher_of_package(arguments, module=f"{__package__}.{module}")
+
+
+def main(arguments: list[str]) -> NoReturn:
+    run_and_exit(partial(launch, arguments[0]), arguments[1:])
 
 
 @contextmanager
@@ -71,12 +102,15 @@ def launcher(
     module: str = "stand_in",
     **variables: str,
 ) -> Iterator[Running]:
-    """Start the launcher of a module of this folder; `inside` is a command that starts it."""
-    options = ["--run.device", "cpu", "--diloco.workers", str(workers), *arguments]
-    options += ["--run.description", does]
-    program = [*inside, sys.executable, "-u", "-c", START.format(module), *options]
-    paths = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
-    run = start(console, program, {"PYTHONPATH": paths, **variables})
+    """Start the launcher on a module of this folder: in a fork, or with a command that starts a new
+    interpreter, `inside`."""
+    words = ["--run.device", "cpu", "--diloco.workers", str(workers), *arguments]
+    words += ["--run.description", does]
+    if inside:
+        command = [*inside, sys.executable, "-u", "-c", START, module, *words]
+        run = start_interpreter(console, command, **variables)
+    else:
+        run = start(console, words, main=partial(launch, module), **variables)
     try:
         yield run
     finally:

@@ -15,8 +15,7 @@ from unittest.mock import patch
 import pytest
 
 from benchmarks.network import wait_until
-from tests.conftest import REPOSITORY
-from tests.launching.running import PATIENCE_SECONDS, launcher, start
+from tests.launching.running import PATIENCE_SECONDS, launcher, start_interpreter
 from tests.ports import free_port
 from tests.test_trainer import settings, words
 from torchtitan_diloco.base.hardware import available_cores
@@ -370,8 +369,7 @@ def test_signals_to_the_process_that_was_started(text: Path, tmp_path: Path) -> 
     many = {"training.steps": 10**6, "training.global_batch_size": 24, "diloco.workers": 2}
     chosen = settings(text, **many, diloco__method="streaming", checkpoint__at_end="true")
     program = [sys.executable, "-u", "-m", "torchtitan_diloco", "train", "--run.device", "cpu"]
-    environment = {"PYTHONPATH": str(REPOSITORY)}
-    run = start(tmp_path / "console", [*program, *words(chosen)], environment, tmp_path)
+    run = start_interpreter(tmp_path / "console", [*program, *words(chosen)], folder=tmp_path)
     try:
         run.wait_for("validation after step 4")
         run.process.send_signal(signal.SIGUSR2)

@@ -1,11 +1,9 @@
 """A mistake on one node ends the run on all nodes, with the same exit code and its cause."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
 from tests.launching.running import Running, start
 from tests.ports import free_port
 from tests.test_trainer import settings, words
@@ -19,9 +17,8 @@ def start_node(
     """Start a node of two, with one worker each, whose settings are for a run of eight steps."""
     chosen = settings(text, **{"diloco.workers": 2, "diloco.method": "streaming", **changes})
     variables = {"NNODES": "2", "NODE_RANK": str(number), "RDZV_ENDPOINT": f"localhost:{port}"}
-    program = [sys.executable, "-u", "-m", "torchtitan_diloco", "train", "--run.device", "cpu"]
-    environment = {"PYTHONPATH": str(REPOSITORY), **variables}
-    return start(console, [*program, *words(chosen), *arguments], environment, text.parent)
+    program = ["train", "--run.device", "cpu", *words(chosen), *arguments]
+    return start(console, program, folder=text.parent, **variables)
 
 
 @pytest.mark.parametrize("faulty", [0, 1])

@@ -1,18 +1,17 @@
 """The syncer beside an island, as a child of the launcher of its job."""
 
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 import tomli_w
 
-from tests.conftest import REPOSITORY
 from tests.diloco.toy import config
 from tests.islands.by_hand import open_run, settings_of
 from tests.islands.test_local import is_gone
 from tests.islands.test_syncing import wait_for
-from tests.launching.running import launcher, start
+from tests.launching.running import Running, launcher, start
+from tests.launching.test_torchrun import TORCHRUN
 from torchtitan_diloco.base.user import USER_ERROR
 from torchtitan_diloco.islands.__main__ import main as islands
 from torchtitan_diloco.islands.rules.decision import PROTOCOL, Decision, encode_decision
@@ -27,13 +26,12 @@ def settings(tmp_path: Path) -> list[str]:
     return [word for key, value in words.items() for word in (f"--islands.{key}", str(value))]
 
 
-def syncer_of(launcher: int) -> int:
-    """Return the process id of the syncer that a launcher has started."""
-    for task in Path(f"/proc/{launcher}/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            if "--scratch" in Path(f"/proc/{pid}/cmdline").read_text():
-                return int(pid)
-    raise AssertionError("it runs no syncer")
+def syncer_of(run: Running) -> int:
+    """Return the process id of the syncer that a launcher has started beside its ranks."""
+    tasks = Path(f"/proc/{run.pid}/task").iterdir()
+    children = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    (syncer,) = children - run.ranks()
+    return syncer
 
 
 def begin_run(location: Path) -> None:
@@ -51,7 +49,7 @@ def test_a_second_signal_ends_the_syncer(tmp_path: Path) -> None:
     with launcher(console, "wait", *settings(tmp_path), workers=1) as run:
         run.wait_for("waiting")
         run.wait_for(LEADS)
-        syncer = syncer_of(run.process.pid)
+        syncer = syncer_of(run)
         run.process.send_signal(signal.SIGTERM)
         run.wait_for("the run in ")
         assert not is_gone(syncer), "other islands may need it"
@@ -88,9 +86,9 @@ def test_the_login_of_a_site_cannot_decide(
 
 
 def test_torchrun_starts_no_syncer(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
-    command += ["-m", "torchtitan_diloco.train", "--config", "debug", "--run.device", "cpu"]
-    run = start(tmp_path / "console", [*command, *settings(tmp_path)], {}, REPOSITORY)
+    words = ["--nproc-per-node", "1", "-m", "torchtitan_diloco.train", "--config", "debug"]
+    words += ["--run.device", "cpu", *settings(tmp_path)]
+    run = start(tmp_path / "console", words, main=TORCHRUN)
     assert run.wait() != 0
     assert "islands.sync = true: torchrun starts no syncer: remove this" in run.printed()
     assert not (tmp_path / "store").exists()
@@ -101,7 +99,7 @@ def test_nothing_is_left_of_a_killed_launcher(tmp_path: Path) -> None:
     with launcher(console, "hang", *settings(tmp_path), workers=1) as run:
         run.wait_for(LEADS)
         run.wait_for("hanging")
-        syncer = syncer_of(run.process.pid)
+        syncer = syncer_of(run)
         run.process.kill()
         run.wait_until_ranks_are_gone()
         run.wait()

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from tests.conftest import REPOSITORY
 from tests.launching.running import PATIENCE_SECONDS, Running, start
 from tests.ports import free_port
 
+TORCHRUN = "torch.distributed.run"
 SMALL = """
     --run.device cpu --config debug --training.steps 40 --training.global_batch_size 16
     --training.batch_size 8 --training.sequence_length 32 --model.layers 2 --model.width 32
@@ -65,9 +65,16 @@ def test_two_nodes(text: Path, tmp_path: Path, started: list[Running], way: str)
                 "PET_MASTER_ADDR": "localhost",
                 "PET_MASTER_PORT": str(port),
             }
-        program = [sys.executable, "-m", "torch.distributed.run", *options(command, port, text)]
-        variables |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-        started.append(start(tmp_path / f"console-{node}", program, variables, tmp_path))
+        started.append(
+            start(
+                tmp_path / f"console-{node}",
+                options(command, port, text),
+                main=TORCHRUN,
+                folder=tmp_path,
+                OMP_NUM_THREADS="1",
+                **variables,
+            )
+        )
     if way == "static":
         started[0].wait_for("checkpoint of step 10")
         agent = started[1].pid
