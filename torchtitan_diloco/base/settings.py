@@ -48,7 +48,8 @@ class Section:
 
     def __post_init__(self) -> None:
         """Convert values to the types of the settings, such as 1e2 to 100."""
-        kinds = _types(type(self))
+        kind: type = type(self)
+        kinds = _types(kind)
         wrong = []
         for entry in fields(self):  # type: ignore[arg-type]
             value = getattr(self, entry.name)

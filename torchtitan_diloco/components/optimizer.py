@@ -187,7 +187,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter in lacking:
         parameter.grad = torch.zeros_like(parameter)
     rates = [group["lr"] for group in optimizer.param_groups]
-    set_lr(optimizer, 0.0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
     if _clips(optimizer):
         optimizer.grad_scale = torch.ones((), device=lacking[0].device)  # type: ignore[attr-defined]
         optimizer.found_inf = optimizer.grad_scale  # type: ignore[attr-defined]

@@ -196,8 +196,8 @@ def _parse_words(key: str, words: str) -> Any:
 def _convert_value(place: str, value: Any, kind: Any, *, is_word: bool) -> Any:
     """Return a value with a type. `place`: such as data.phases, for errors inside a list."""
     if get_origin(kind) is tuple:
-        item: Any = get_args(kind)[0]  # of `tuple[Phase, ...]` or `tuple[str, ...]`
-        if is_dataclass(item):
+        item = get_args(kind)[0]  # of `tuple[Phase, ...]` or `tuple[str, ...]`
+        if isinstance(item, type) and is_dataclass(item):
             if not isinstance(value, list):
                 raise UserError(f"expected a list of tables, each with {_names(item)}")
             return tuple(
