@@ -12,9 +12,9 @@ from tests.conftest import REPOSITORY
 from torchtitan_diloco.components.metrics import METRICS
 
 PAGE = REPOSITORY / "docs/report-and-plan.md"
-BEGIN = "<!-- metrics: .venv/bin/python -m tests.metrics_table --write -->\n\n"
+BEGIN = "<!-- metrics: .venv/bin/python -m tests.metrics_table --write -->\n"
 END = "\n<!-- end of metrics -->"
-HEAD = "| metric | unit | | of the | merged |\n|---|---|---|---|---|\n"
+HEAD = "\n| metric | unit | | of the | merged |\n|---|---|---|---|---|\n"
 
 
 def table() -> str:
@@ -29,9 +29,10 @@ def table() -> str:
 def main() -> None:
     print(table())
     if "--write" in sys.argv[1:]:
-        before, _, after = PAGE.read_text().partition(BEGIN)
-        _, _, after = after.partition(END)
-        PAGE.write_text(before + BEGIN + table() + END + after)
+        before, begin, after = PAGE.read_text().partition(BEGIN)
+        _, end, after = after.partition(END)
+        assert end, f"{PAGE} has no markers for the table"
+        PAGE.write_text(before + begin + table() + end + after)
 
 
 if __name__ == "__main__":
