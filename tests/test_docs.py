@@ -57,6 +57,7 @@ ELSEWHERE = {
     ("data-and-models.md", "means.py"): "a file of yours; tests/models/test_new_family.py",
     ("data-and-models.md", "tiktoken.get_encoding"): "network; tests/data/test_tokenizer.py",
     ("data-and-models.md", "lm_eval"): "network; tests/export/test_commands.py",
+    ("own-parts.md", "--run.imports mine"): "a file of yours; tests/test_own_parts.py",
     ("downstream.md", "benchmarks.downstream"): "an hour; tests/benchmarks/test_downstream.py",
     ("islands.md", "--islands.local 3"): "a kill, 4 processes; tests/islands/test_local_run.py",
     ("islands.md", "--islands.found true"): "three machines; tests/islands/test_run.py",
