@@ -1,5 +1,6 @@
 """Islands know reports, verdicts and actions of each other."""
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from torchtitan_diloco.islands.island_reports import (
     IslandReports,
 )
 from torchtitan_diloco.islands.rules import note as notes
-from torchtitan_diloco.islands.rules.decision import SICK, Fate
+from torchtitan_diloco.islands.rules.decision import SICK
 from torchtitan_diloco.islands.rules.note import decode_note
 from torchtitan_diloco.islands.seen import KINDS, code_of, kind_of, reports_of
 from torchtitan_diloco.islands.transfers import Transfers
@@ -111,15 +112,15 @@ def test_busy_cores_are_found() -> None:
     assert judged(run, judge, 12, b=busy) == ["b: busy cores"]
 
 
-@pytest.mark.parametrize(("fate", "flag"), [(Fate.NOT_FINITE, NOT_FINITE), (Fate.OUTLIER, OUTLIER)])
-def test_wrong_numbers_are_found(fate: Fate, flag: int) -> None:
-    run = WrittenRun()
-    run.rounds(3)
-    run.fate = fate
-    run.rounds(1, B)
+@pytest.mark.parametrize(("norm", "flag"), [(math.nan, NOT_FINITE), (1e3, OUTLIER)])
+def test_wrong_numbers_are_found(norm: float, flag: int) -> None:
+    run = WrittenRun(norm_limit=20.0)
+    run.rounds(6)
+    run.norms[B] = norm
+    run.rounds(1)
     reports = reports_of(run.state)
     assert (reports["a"].flags, reports["b"].flags) == (0, flag)
-    run.fate = Fate.NONE
+    run.norms[B] = 1.0
     run.rounds(2)
     assert reports_of(run.state)["b"].flags == 0, "a good part came"
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_diloco.diloco.codecs.base import UNIT
-from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.islands.layout import Layout, hexadecimal
-from torchtitan_diloco.islands.merging import Mean, apply_version, merge, read_outer
+from torchtitan_diloco.islands.merging import MERGE_PIECE, Mean, apply_version, merge, read_outer
 from torchtitan_diloco.islands.payload import (
     HEADER_BYTES,
     Header,
@@ -31,7 +30,7 @@ from torchtitan_diloco.islands.rules.note import Part
 from torchtitan_diloco.islands.rules.settings import Settings
 from torchtitan_diloco.islands.scratch import FragmentState, Scratch
 
-SHAPES = [(1031, 257), (1, 1), (7, 3)]
+SHAPES = [(1031, 515), (1, 1), (7, 3)]
 """More than two pieces, and rows that no number of ranks divides."""
 LAYOUT = Layout(SHAPES)
 
@@ -84,8 +83,8 @@ def test_the_mean_does_not_depend_on_the_ranks_of_a_part(codec: str, ranks: int)
     header = Header(codec, 32, ranks)
     parts = [(part_of(numbers(seed), header), 3 + seed) for seed in (0, 1)]
     reading = Mean(SHAPES, parts)
-    for start in range(0, LAYOUT.values, PIECE):
-        reading.read(start, mean[start : start + PIECE])
+    for start in range(0, LAYOUT.values, MERGE_PIECE):
+        reading.read(start, mean[start : start + MERGE_PIECE])
     exact = numbers(0) + (numbers(1) - numbers(0)) * (4 / 7)
     if codec == "fp32":
         assert torch.equal(mean, exact)
@@ -186,7 +185,7 @@ def test_a_part_of_the_weight_makes_a_part_of_the_step(tmp_path: Path) -> None:
     idle = [(memory_of(encode(numbers(0), Header())), 0)]
     merged = merge(state, after, LAYOUT, idle, settings, weight_of_all=0, clock=10)
     assert merged.content is not None
-    assert merged.norms == [pytest.approx(float(numbers(0).norm()))]
+    assert merged.norms == [pytest.approx(float(numbers(0).norm()), rel=1e-4)]
     assert torch.equal(after.theta, state.theta), "its steps were all skipped"
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.codecs import add_to_mean
 from torchtitan_diloco.diloco.config import OuterOptimizer
-from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.formats import island_formats
-from torchtitan_diloco.diloco.outer_step import outer_step
+from torchtitan_diloco.diloco.outer_step import BLOCK, outer_step
 from torchtitan_diloco.islands.layout import Layout, Shapes
 from torchtitan_diloco.islands.payload import (
     HEADER_BYTES,
@@ -34,6 +33,10 @@ from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.settings import Settings
 from torchtitan_diloco.islands.scratch import FragmentState
 from torchtitan_diloco.store.store import Buffer
+
+MERGE_PIECE = 4 * BLOCK
+"""Values that are merged at once, in a hundred calls of torch for four parts. Smaller pieces would
+fit into a faster cache, which saves less than the calls cost on a busy machine."""
 
 
 def outer_optimizer(settings: Settings) -> OuterOptimizer:
@@ -63,7 +66,7 @@ class Mean:
         for _, weight in parts:
             total += weight
             self._shares.append(weight / total if weight else 0.0)
-        self._room = torch.empty(PIECE)
+        self._room = torch.empty(MERGE_PIECE)
 
     @property
     def norms(self) -> list[float]:
@@ -71,8 +74,8 @@ class Mean:
         return [math.sqrt(square) for square in self._squares]
 
     def read(self, start: int, out: Tensor) -> None:
-        """Write at most PIECE values of the mean from an index of the whole fragment on. Without
-        any weight, nothing is written."""
+        """Write at most MERGE_PIECE values of the mean from an index of the whole fragment on.
+        Nothing is written if no part has a weight."""
         room = self._room[: out.numel()]
         for number, (reader, share) in enumerate(zip(self._readers, self._shares, strict=True)):
             values = out if share == 1.0 else room
@@ -124,8 +127,8 @@ def merge(
     steps = before.steps + bool(weight)
     version = _Version(settings, before.published, after.published)
     squares = list[Tensor]()
-    for start in range(0, layout.values, PIECE):
-        end = start + PIECE
+    for start in range(0, layout.values, MERGE_PIECE):
+        end = start + MERGE_PIECE
         theta = after.theta[start:end]
         slots = [slot[start:end] for slot in after.slots]
         for slot, old in zip(slots, before.slots, strict=True):
@@ -159,12 +162,12 @@ class _Version:
         size = HEADER_BYTES + self._codec.wire_bytes(values)
         self.payload = torch.empty(size, dtype=torch.uint8)
         write_header(self.payload, header)
-        self._room = torch.empty(min(PIECE, values), dtype=torch.float32)
+        self._room = torch.empty(min(MERGE_PIECE, values), dtype=torch.float32)
 
     def publish(self, theta: Tensor, start: int) -> None:
-        """Encode a piece of the version, which starts at a multiple of PIECE, and write the next P.
+        """Encode a piece of the version, and write the next P.
 
-        `theta`: the next one.
+        `theta`: the next one. `start`: a multiple of MERGE_PIECE.
         """
         end = start + theta.numel()
         next_copy = self._next_copy[start:end]
