@@ -1,4 +1,4 @@
-"""What is said of the machine and of what is installed on it."""
+"""A run describes the machine, and what is installed on it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What `prepare` says while it works, with a clock of the test."""
+"""`prepare` says how far it is while it works, by a clock of the test."""
 
 import json
 import sys

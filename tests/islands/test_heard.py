@@ -1,4 +1,4 @@
-"""What a syncer hears if reads fail, notes are too large, or there are too many."""
+"""A syncer hears islands although reads fail, notes are too large, or there are too many."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What an island waits for, and when it says so; disks and servers that are full or gone."""
+"""An island waits, and says for what; disks and servers are full or gone."""
 
 import re
 import threading

@@ -1,4 +1,4 @@
-"""What a bucket refuses, in one line each."""
+"""A bucket refuses wrong settings and answers in one line each."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""What every store promises."""
+"""Every store keeps its promises."""
 
 import json
 import logging

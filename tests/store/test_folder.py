@@ -1,4 +1,4 @@
-"""What a folder has to promise beside the others: writers that die, disks that fill."""
+"""A folder keeps promises of its own: writers die, and disks fill."""
 
 import errno
 import json

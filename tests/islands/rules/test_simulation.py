@@ -17,7 +17,7 @@ from torchtitan_diloco.islands.rules import fragment
 from torchtitan_diloco.islands.rules.decision import Fate
 from torchtitan_diloco.islands.rules.names import name_of
 
-SEEDS, EACH = 200, 10
+SEEDS, EACH = 100, 10
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, EACH))
