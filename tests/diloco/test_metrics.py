@@ -1,7 +1,7 @@
 """How the numbers of rounds, steps and ranks merge, and what may be declared."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ from torchtitan_diloco.diloco.metrics import (
 from torchtitan_diloco.diloco.round import Meter, Round
 
 VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=20)
-EXPECTED = {
+EXPECTED: dict[Merge, Callable[[Sequence[float]], float]] = {
     Merge.SUM: math.fsum,
     Merge.MEAN: lambda values: math.fsum(values) / len(values),
     Merge.MAX: max,
