@@ -1,0 +1,182 @@
+"""The notebook of two places: it runs twice, in processes that share nothing but a bucket."""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.components.test_resume import last
+from tests.islands.by_hand import newest
+from tests.programs import Program, run_program
+from tests.store.seaweed import BUCKET, SECRETS, SeaweedServer
+from tests.test_notebook import EXAMPLES, read_cells
+from tests.waiting import wait_until
+from torchtitan_diloco.components.checkpoint_folder import read_manifest, step_of
+from torchtitan_diloco.islands.founding import read_saved
+from torchtitan_diloco.islands.rules.decision import Decision
+
+NOTEBOOK = EXAMPLES / "two_places_one_bucket.ipynb"
+SMALL: dict[str, object] = {
+    "model.layers": 2,
+    "model.width": 32,
+    "model.heads": 2,
+    "training.steps": 1_000_000,  # until the test makes the run shorter
+    "training.batch_size": 2,
+    "training.sequence_length": 16,
+    "lr_schedule.warmup": 2,
+    "diloco.sync_every": 8,
+    "diloco.overlap.delay": 2,
+    "validation.every": 0,
+    "metrics.boards": "none",
+    "metrics.log_every": 5,
+    "checkpoint.every": 20,
+}
+MORE_TOKENS = 4096
+"""Tokens that the run still has once both islands train again."""
+
+
+def run_cells(words: list[str]) -> int:
+    """Run the cells from top to bottom, as Jupyter does, in the current folder.
+
+    The arguments are the name of the island and the location of the run.
+    """
+    display = ModuleType("IPython.display")
+    display.clear_output = lambda **_: None  # type: ignore[attr-defined]
+    sys.modules |= {"IPython": ModuleType("IPython"), display.__name__: display}
+    namespace: dict[str, Any] = {}
+    for cell in read_cells(NOTEBOOK):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), namespace)
+        if cell["id"] == "settings":
+            assert {"NAME", "LOCATION", "SETTINGS"} <= namespace.keys()
+            namespace |= {"NAME": words[0], "LOCATION": words[1]}
+            namespace["SETTINGS"] |= SMALL
+    code: int = namespace["island"].returncode
+    return code
+
+
+class Machine:
+    """A machine with an empty disk, on which the notebook runs."""
+
+    def __init__(self, folder: Path, name: str, location: str) -> None:
+        folder.mkdir()
+        self.folder = folder / f"island-{name}"
+        self._console = folder / f"island-{name}.txt"
+        self.notebook = Program(
+            folder / "notebook.txt", [name, location], main=run_cells, folder=folder
+        )
+
+    def printed(self) -> str:
+        """Return what the island and its syncer have printed."""
+        return self._console.read_text(errors="replace") if self._console.exists() else ""
+
+    def wait_for(self, text: str) -> None:
+        def is_there() -> bool:
+            has_ended = self.notebook.poll() is not None
+            if text in self.printed():
+                return True
+            assert not has_ended, self.notebook.printed() + self.printed()
+            return False
+
+        wait_until(is_there, f"{text!r} in {self._console}")
+
+    def lose(self) -> None:
+        """Kill all its processes, the youngest first: none can do anything at its end."""
+        for pid in reversed([*_processes(self.notebook.pid)]):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.notebook.kill()
+
+    def finish(self) -> None:
+        """Wait for the end of the run."""
+        shown = self.notebook.end()
+        assert "run 100 %" in self.printed(), self.printed()
+        assert "ended" in shown, shown  # the status of the run
+
+
+def _processes(pid: int) -> Iterator[int]:
+    """Yield a process and those that it has started, the oldest first."""
+    yield pid
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # a thread has just ended
+            for child in path.read_text().split():
+                yield from _processes(int(child))
+
+
+@contextmanager
+def machine(folder: Path, name: str, location: str) -> Iterator[Machine]:
+    found = Machine(folder, name, location)
+    try:
+        yield found
+    finally:
+        found.lose()
+
+
+@pytest.fixture
+def login(seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the variables with which the notebook finds the server, and its login there."""
+    for key, value in {
+        "AWS_ENDPOINT_URL": f"https://127.0.0.1:{seaweed.port}",
+        "AWS_ACCESS_KEY_ID": "owner",
+        "AWS_SECRET_ACCESS_KEY": SECRETS["owner"],
+        "SSL_CERT_FILE": str(seaweed.certificate),
+    }.items():
+        monkeypatch.setenv(key, value)
+
+
+@pytest.mark.usefixtures("login")
+def test_the_notebook_runs_twice_and_once_more_on_a_new_machine(tmp_path: Path) -> None:
+    """The machine that is lost has the syncer that decides: the one of the other takes over."""
+    location = f"s3://{BUCKET}/two-places"
+    with ExitStack() as stack:
+
+        def start(folder: str, name: str) -> Machine:
+            return stack.enter_context(machine(tmp_path / folder, name, location))
+
+        first = start("first", "a")
+        first.wait_for("leads, in session")
+        second = start("second", "b")
+        first.wait_for("mirror: step 40,")
+        assert "leads, in session" not in second.printed()
+        first.lose()
+        again = start("again", "a")
+        second.wait_for("leads, in session")
+        again.wait_for("resumed from")
+        resumed = re.search(r"step (\d+) was taken from", again.printed())
+        assert resumed is not None, again.printed()
+        assert int(resumed[1]) >= 40
+        before = taken_in(newest(location))
+        wait_until(lambda: has_more(location, before), "work of both islands")
+
+        merged = max(shared.clock for shared in newest(location).fragments)
+        words = ["islands", "change", "total_tokens", merged + MORE_TOKENS, "--join", location]
+        changed = run_program(tmp_path / "change.txt", words)
+        assert changed.returncode == 0, changed.stderr
+        second.finish()
+        again.finish()
+
+    assert newest(location).ended
+    manifests = [read_manifest(last(one.folder)) for one in (second, again)]
+    assert step_of(last(again.folder)) > int(resumed[1])
+    one, other = (read_saved(manifest.outer.island) for manifest in manifests if manifest.outer)
+    assert one is not None
+    assert one == other
+
+
+def taken_in(decision: Decision) -> list[int]:
+    """Return for each slot of an island the samples that are merged."""
+    return [sum(ledger.taken for ledger in slot.ledgers) for slot in decision.slots]
+
+
+def has_more(location: str, before: list[int]) -> bool:
+    """Return whether work of both islands was merged since then."""
+    now = taken_in(newest(location))
+    assert len(now) == len(before) == 2
+    return all(more > less for more, less in zip(now, before, strict=True))
