@@ -53,7 +53,11 @@ def run_cells(words: list[str]) -> int:
     namespace: dict[str, Any] = {}
     for cell in read_cells(NOTEBOOK):
         if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), cell["id"], "exec"), namespace)
+            try:
+                exec(compile("".join(cell["source"]), cell["id"], "exec"), namespace)
+            except SystemExit as end:
+                print(end)
+                return 1
         if cell["id"] == "settings":
             assert {"NAME", "LOCATION", "SETTINGS"} <= namespace.keys()
             namespace |= {"NAME": words[0], "LOCATION": words[1]}
@@ -168,6 +172,31 @@ def test_the_notebook_runs_twice_and_once_more_on_a_new_machine(tmp_path: Path) 
     one, other = (read_saved(manifest.outer.island) for manifest in manifests if manifest.outer)
     assert one is not None
     assert one == other
+
+
+@pytest.mark.usefixtures("login")
+@pytest.mark.parametrize(
+    ("bucket", "changed", "says"),
+    [
+        ("no-such-bucket", {}, "there is no such bucket .* create it, or check its name"),
+        (BUCKET, {"AWS_SECRET_ACCESS_KEY": "wrong"}, "refused .* set AWS_ACCESS_KEY_ID, AWS_SEC"),
+    ],
+)
+def test_a_line_says_what_is_wrong_before_anything_starts(
+    tmp_path: Path, bucket: str, changed: dict[str, str], says: str
+) -> None:
+    location = f"s3://{bucket}/two-places"
+    program = Program(
+        tmp_path / "notebook.txt",
+        ["a", location],
+        main=run_cells,
+        folder=tmp_path,
+        variables=os.environ | changed,
+    )
+    with program:
+        (line,) = program.end(1).split("\n\n")[-1].strip().splitlines()
+    assert re.match(f"error: {re.escape(location)}: .*{says}", line), line
+    assert not list(tmp_path.glob("island-*"))
 
 
 def taken_in(decision: Decision) -> list[int]:
