@@ -19,7 +19,7 @@ from tests.store.seaweed import BUCKET, SECRETS, SeaweedServer
 from tests.test_notebook import EXAMPLES, read_cells
 from tests.waiting import wait_until
 from torchtitan_diloco.components.checkpoint_folder import read_manifest, step_of
-from torchtitan_diloco.islands.founding import read_saved
+from torchtitan_diloco.islands.founding import Saved, read_saved
 from torchtitan_diloco.islands.rules.decision import Decision
 
 NOTEBOOK = EXAMPLES / "two_places_one_bucket.ipynb"
@@ -36,10 +36,11 @@ SMALL: dict[str, object] = {
     "validation.every": 0,
     "metrics.boards": "none",
     "metrics.log_every": 5,
-    "checkpoint.every": 20,
+    "checkpoint.every": 50,
 }
-MORE_TOKENS = 4096
-"""Tokens that the run still has once both islands train again."""
+MORE_TOKENS = 40_000
+"""Tokens that the run still has once both islands train again: more than they train on while its
+length is changed."""
 
 
 def run_cells(words: list[str]) -> int:
@@ -71,6 +72,7 @@ class Machine:
 
     def __init__(self, folder: Path, name: str, location: str) -> None:
         folder.mkdir()
+        self.name = name
         self.folder = folder / f"island-{name}"
         self._console = folder / f"island-{name}.txt"
         self.notebook = Program(
@@ -91,8 +93,18 @@ class Machine:
 
         wait_until(is_there, f"{text!r} in {self._console}")
 
+    def leads(self, session: str) -> bool:
+        """Return whether its syncer leads in a session."""
+        return f"leads, in session {session}" in self.printed()
+
+    def copied(self) -> int:
+        """Return the last step that its island has copied to the bucket, or 0."""
+        return max(map(int, re.findall(r"mirror: step (\d+),", self.printed())), default=0)
+
     def lose(self) -> None:
         """Kill all its processes, the youngest first: none can do anything at its end."""
+        if self.notebook.poll() is not None:
+            return  # and its island has ended with it
         for pid in reversed([*_processes(self.notebook.pid)]):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -137,25 +149,26 @@ def login(seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("login")
 def test_the_notebook_runs_twice_and_once_more_on_a_new_machine(tmp_path: Path) -> None:
-    """The machine that is lost has the syncer that decides: the one of the other takes over."""
+    """The machine that is lost has the syncer that decides: another one takes over."""
     location = f"s3://{BUCKET}/two-places"
     with ExitStack() as stack:
 
         def start(folder: str, name: str) -> Machine:
             return stack.enter_context(machine(tmp_path / folder, name, location))
 
-        first = start("first", "a")
-        first.wait_for("leads, in session")
-        second = start("second", "b")
-        first.wait_for("mirror: step 40,")
-        assert "leads, in session" not in second.printed()
-        first.lose()
-        again = start("again", "a")
-        second.wait_for("leads, in session")
+        pair = [start(name, name) for name in "ab"]
+        for one in pair:
+            one.wait_for("mirror: step ")
+        session = newest(location).session
+        (lost,) = (one for one in pair if one.leads(session))
+        (other,) = (one for one in pair if one is not lost)
+        lost.lose()
+        again = start("again", lost.name)
+        wait_until(lambda: newest(location).session != session, "another syncer")
         again.wait_for("resumed from")
         resumed = re.search(r"step (\d+) was taken from", again.printed())
         assert resumed is not None, again.printed()
-        assert int(resumed[1]) >= 40
+        assert int(resumed[1]) >= lost.copied()
         before = taken_in(newest(location))
         wait_until(lambda: has_more(location, before), "work of both islands")
 
@@ -163,15 +176,13 @@ def test_the_notebook_runs_twice_and_once_more_on_a_new_machine(tmp_path: Path) 
         words = ["islands", "change", "total_tokens", merged + MORE_TOKENS, "--join", location]
         changed = run_program(tmp_path / "change.txt", words)
         assert changed.returncode == 0, changed.stderr
-        second.finish()
+        other.finish()
         again.finish()
 
     assert newest(location).ended
-    manifests = [read_manifest(last(one.folder)) for one in (second, again)]
     assert step_of(last(again.folder)) > int(resumed[1])
-    one, other = (read_saved(manifest.outer.island) for manifest in manifests if manifest.outer)
-    assert one is not None
-    assert one == other
+    saved = [saved_by(one) for one in (other, again)]
+    assert saved[0] == saved[1]
 
 
 @pytest.mark.usefixtures("login")
@@ -197,6 +208,15 @@ def test_a_line_says_what_is_wrong_before_anything_starts(
         (line,) = program.end(1).split("\n\n")[-1].strip().splitlines()
     assert re.match(f"error: {re.escape(location)}: .*{says}", line), line
     assert not list(tmp_path.glob("island-*"))
+
+
+def saved_by(machine: Machine) -> Saved:
+    """Return what the last checkpoint of an island says about its run."""
+    outer = read_manifest(last(machine.folder)).outer
+    assert outer is not None
+    saved = read_saved(outer.island)
+    assert saved is not None
+    return saved
 
 
 def taken_in(decision: Decision) -> list[int]:
