@@ -20,6 +20,7 @@ FIRST = REPOSITORY / "README.md"
 SECTIONS = {
     "Train": (
         "two-machines",
+        "two-notebooks",
         "launching",
         "data-and-models",
         "algorithm",

@@ -84,6 +84,7 @@ ELSEWHERE = {
     ("report-and-plan.md", "tensorboard --logdir"): "a server; tests/components/test_telemetry.py",
     ("troubleshooting.md", "nft"): "root, a firewall",
     ("two-machines.md", "compare"): "two machines; tests/machines/test_compare.py",
+    ("two-notebooks.md", "site-a$"): "two machines; tests/test_two_places.py",
 }
 """Blocks of commands that do not run here: a page, what a block has, why, and what runs it."""
 

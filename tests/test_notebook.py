@@ -1,4 +1,5 @@
-"""The notebook: its cells run from top to bottom, and plot what the runs have recorded."""
+"""The notebook of two workers: its cells run from top to bottom, and plot what the runs have
+recorded. That of two places is run by `test_two_places.py`."""
 
 import json
 from pathlib import Path
@@ -11,20 +12,21 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-NOTEBOOK = REPOSITORY / "examples/two_workers.ipynb"
+EXAMPLES = REPOSITORY / "examples"
+TWO_WORKERS = EXAMPLES / "two_workers.ipynb"
 SHORTER = ("STEPS = 120", "STEPS = 60")
 
 
-def read_cells() -> list[dict[str, Any]]:
-    notebook: dict[str, Any] = json.loads(NOTEBOOK.read_text())
+def read_cells(path: Path) -> list[dict[str, Any]]:
+    notebook: dict[str, Any] = json.loads(path.read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     cells: list[dict[str, Any]] = notebook["cells"]
     return cells
 
 
-def test_it_is_kept_without_outputs() -> None:
-    cells = read_cells()
-    assert len(cells) == 10
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_are_kept_without_outputs(path: Path) -> None:
+    cells = read_cells(path)
     assert len({cell["id"] for cell in cells}) == len(cells)
     for cell in cells:
         if cell["cell_type"] == "code":
@@ -39,7 +41,9 @@ def test_its_cells_run_and_plot(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)  # read again
-    code = ["".join(cell["source"]) for cell in read_cells() if cell["cell_type"] == "code"]
+    code = [
+        "".join(cell["source"]) for cell in read_cells(TWO_WORKERS) if cell["cell_type"] == "code"
+    ]
     assert SHORTER[0] in code[0]
     namespace: dict[str, Any] = {}
     backend = mpl.get_backend()

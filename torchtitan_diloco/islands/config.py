@@ -53,7 +53,8 @@ class Islands(Section):
     wrong."""
     sync: bool = False
     """Run the syncer of the run, too, beside this island. It goes on if the island ends before the
-    run. `islands serve` and `islands.local` run one, and `islands sync` runs one alone."""
+    run. Of several, one decides, and the others stand by. `islands serve` and `islands.local` run
+    one, and `islands sync` runs one alone."""
     local: NotNegative = 0
     """Start this number of islands on this machine, to try islands. They share the folder `store`
     in `run.folder`, and a syncer runs beside them. 0: none."""
