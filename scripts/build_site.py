@@ -19,6 +19,7 @@ RECORDS = [REPOSITORY / f"benchmarks/records/{name}.md" for name in ("loss", "sp
 FIRST = REPOSITORY / "README.md"
 SECTIONS = {
     "Train": (
+        "which",
         "two-machines",
         "two-notebooks",
         "launching",
@@ -29,7 +30,7 @@ SECTIONS = {
         "report-and-plan",
     ),
     "Islands": ("islands", "islands-reference"),
-    "Look up": ("own-loop", "own-parts", "troubleshooting"),
+    "Look up": ("own-loop", "own-parts", "troubleshooting", "words"),
     "Results": ("measurements", "loss", "speed", "downstream", "tried"),
     "Develop": ("AGENTS", "CONTRIBUTING", "SECURITY", "CHANGELOG"),
 }

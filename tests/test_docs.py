@@ -81,6 +81,7 @@ ELSEWHERE = {
     ("loss.md", "benchmarks.parity"): "hours; tests/benchmarks/test_parity.py",
     ("measurements.md", "benchmarks.scale"): "a GPU; tests/benchmarks/test_scale.py",
     ("own-loop.md", "islands sync"): "three consoles; tests/test_docs.py",
+    ("README.md", "NNODES=2"): "two machines; tests/launching/test_launch.py",
     ("report-and-plan.md", "tensorboard --logdir"): "a server; tests/components/test_telemetry.py",
     ("troubleshooting.md", "nft"): "root, a firewall",
     ("two-machines.md", "compare"): "two machines; tests/machines/test_compare.py",

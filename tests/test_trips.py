@@ -1,4 +1,4 @@
-"""The files that docs/own-loop.md lists are those that a run enters."""
+"""The files that CONTRIBUTING.md lists are those that a run enters."""
 
 import re
 

@@ -2,7 +2,7 @@
 
     .venv/bin/python -m tests.trips [--write]
 
-docs/own-loop.md prints these lists, tests/test_trips.py compares them, and --write renews them.
+CONTRIBUTING.md prints these lists, tests/test_trips.py compares them, and --write renews them.
 """
 
 import sys
@@ -30,7 +30,7 @@ from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.trainer import Trainer
 
 PACKAGE = REPOSITORY / "torchtitan_diloco"
-PAGE = REPOSITORY / "docs/own-loop.md"
+PAGE = REPOSITORY / "CONTRIBUTING.md"
 BEGIN, END = "<!-- trips: .venv/bin/python -m tests.trips --write -->\n", "\n<!-- end of trips -->"
 TOOLS = ("log", "user", "process", "formatting", "hardware")
 EVERYWHERE = {"__init__.py", *(f"base/{name}.py" for name in TOOLS)}

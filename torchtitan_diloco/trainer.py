@@ -33,7 +33,7 @@ from torchtitan_diloco.components.resume import (
     find_start,
 )
 from torchtitan_diloco.components.run_data import RunData, SavedMixture
-from torchtitan_diloco.components.run_folder import FolderLock, claim_run_folder
+from torchtitan_diloco.components.run_folder import FolderLock, claim_run_folder, find_compared_run
 from torchtitan_diloco.components.run_plan import (
     AfterStep,
     epochs_text,
@@ -249,6 +249,9 @@ class Trainer:
             log_early_end(config, folder=folder, step=self.step, describe=self.course.describe_stop)
         is_alone = not self.course.run  # what islands read is in their run
         has_control = is_alone and config.data.shard_by == "none" and self.start.manifest is None
+        is_control = config.diloco.method == "none" and config.workers > 1
+        finds = is_control and self.world.is_first
+        compared = find_compared_run(folder, portable(config)) if finds else None
         epochs = self.data.epochs(self.plan, self.data.position, self.step)
         log_summary(
             telemetry,
@@ -256,6 +259,7 @@ class Trainer:
             step=self.step,
             validated=self.validator.validated,
             has_control=has_control,
+            compared=compared,
             traffic=self.traffic,
             price=config.price,
             epochs=epochs_text(epochs) if is_alone else "",

@@ -22,6 +22,7 @@ from torchtitan_diloco.components.lr_schedule import lr_factor
 from torchtitan_diloco.components.optimizer import (
     build_optimizer,
     clipped_step,
+    describe_inner,
     gradient_norm,
     set_lr,
 )
@@ -36,6 +37,39 @@ schedules = st.builds(
     decay_fraction=st.floats(0, 1),
     floor=st.floats(0, 1),
 )
+
+
+@pytest.mark.parametrize(
+    ("config", "schedule", "expected"),
+    [
+        (
+            Optimizer(),
+            LrSchedule(warmup=0.1),
+            "adamw lr 0.0004 beta1 0.9 beta2 0.99 epsilon 1e-08 weight decay 0.1; warm-up of 20 "
+            "steps, then cosine to 5 % of the peak",
+        ),
+        (
+            Optimizer("muon", lr=4e-3, matrix_lr=6e-3, weight_decay="1/steps"),
+            LrSchedule(warmup=1, decay="wsd", floor=0),
+            "muon lr 0.004 matrix_lr 0.006 momentum 0.95 beta1 0.9 beta2 0.99 epsilon 1e-08 weight "
+            "decay 0.005; warm-up of 1 step, then wsd to 0 % of the peak",
+        ),
+        (
+            Optimizer("mine", lr=3e-3, options={"rank": 8}),
+            LrSchedule(warmup=0, decay="constant"),
+            "mine lr 0.003 beta2 0.99 weight decay 0.1 rank 8 rescale True; warm-up of 0 steps, "
+            "then constant",
+        ),
+    ],
+    ids=["adamw", "muon", "added"],
+)
+def test_the_header_describes_the_inner_optimizer(
+    config: Optimizer, schedule: LrSchedule, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"rank": 4, "rescale": True}
+    added = OptimizerEntry(build=str, reads=("beta2",), options=options)
+    monkeypatch.setitem(OPTIMIZERS, "mine", added)
+    assert describe_inner(config, schedule, total_steps=200) == expected
 
 
 @given(schedule=schedules, total=st.integers(1, 200))

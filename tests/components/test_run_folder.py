@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +24,12 @@ from torchtitan_diloco.components.checkpoint_folder import (
     incomplete,
 )
 from torchtitan_diloco.components.resume import Start
-from torchtitan_diloco.components.run_folder import claim_run_folder, lock_folder
+from torchtitan_diloco.components.run_folder import (
+    claim_run_folder,
+    find_compared_run,
+    lock_folder,
+)
+from torchtitan_diloco.config import load_config, to_toml
 
 
 def test_a_folder_has_one_run_at_a_time_which_starts_over_without_a_checkpoint(
@@ -108,3 +114,31 @@ def test_a_save_of_another_run_since_this_one_looked_is_not_overwritten(
     monkeypatch.setattr("torchtitan_diloco.components.run_folder.lock_folder", lock_late)
     with pytest.raises(ValueError, match="another run has just ended there"):
         run(chosen(text, tmp_path))
+
+
+def test_a_control_finds_the_newest_run_to_compare_with(tmp_path: Path) -> None:
+    def write(name: str, age: int, **changes: str) -> None:
+        settings = {"diloco.workers": "2"} | {
+            key.replace("__", "."): value for key, value in changes.items()
+        }
+        path = tmp_path / name / "config.toml"
+        path.parent.mkdir()
+        path.write_text(to_toml(load_config("debug", settings)))
+        os.utime(path, (1e9 - age, 1e9 - age))
+
+    control = load_config(
+        "debug", {"diloco.workers": "2", "diloco.method": "none", "run.name": "control"}
+    )
+    folder = tmp_path / "control"
+    assert find_compared_run(folder, control) is None
+    write("control", 1, diloco__method="none")
+    write("its twin", 2, diloco__method="none")
+    write("more steps", 3, training__steps="1001")
+    write("another seed", 4, run__seed="1")
+    write("four workers", 5, diloco__workers="4")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.toml").write_text("[run]\nnothing = 1\n")
+    assert find_compared_run(folder, control) is None
+    write("older", 9, run__name="older")
+    write("newer", 8, diloco__sync_every="30", metrics__log_every="7")
+    assert find_compared_run(folder, control) == tmp_path / "newer"

@@ -98,6 +98,7 @@ def summarize(
     validated: tuple[int, float, float] | None,
     *,
     has_control: bool = False,
+    compared: Path | None = None,
 ) -> None:
     """Log the summary of a run of two workers."""
     traffic = Traffic(
@@ -110,7 +111,16 @@ def summarize(
         reduce_dtype=own.plan.reduce_dtype,
     )
     price = Price(per_gb=50.0)
-    log_summary(own, folder, step, validated, has_control=has_control, traffic=traffic, price=price)
+    log_summary(
+        own,
+        folder,
+        step,
+        validated,
+        has_control=has_control,
+        compared=compared,
+        traffic=traffic,
+        price=price,
+    )
 
 
 def logged(messages: Sequence[str]) -> dict[str, str]:
@@ -202,12 +212,14 @@ def test_the_control_has_sent_what_it_averages_and_ratios_are_against_bf16(
             log(own, step)
         own.publish(all=True)
     caplog.set_level("INFO", "torchtitan_diloco")
-    summarize(own, tmp_path, 8, None)
+    summarize(own, tmp_path, 8, None, compared=tmp_path / "the other")
     table = logged(caplog.messages)
     assert table["sent by each worker"] == (
         f"{8 * factor * 2:.1f} MB, computed: {name} gradients, every step"
     )
     assert table[BASELINE] == f"16.0 MB, {1 / factor:.1f} times as much"
+    command = table["to compare both runs, run"]
+    assert command.endswith(f" report '{tmp_path}/the other' {tmp_path}")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The help of a training has what it says, without torch."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -9,10 +10,11 @@ from torchtitan_diloco.base.registry import Entry
 from torchtitan_diloco.cli import COMMANDS
 from torchtitan_diloco.config import Config, load_config
 from torchtitan_diloco.config.help import MATTER_MOST, print_help
-from torchtitan_diloco.config.loader import shipped_configs
+from torchtitan_diloco.config.loader import ConfigError, shipped_configs
 from torchtitan_diloco.config.parts import BOARDS, SCHEDULES, BoardEntry
 from torchtitan_diloco.config.schema import flat_settings
 
+WARMUP = "lr_schedule.warmup"
 TEXTS = {name: text for name, (_, text) in COMMANDS.items()}
 
 
@@ -32,8 +34,8 @@ def test_a_short_help_has_the_settings_that_matter_and_the_commands(
     assert len(MATTER_MOST) == 20
     for key in MATTER_MOST:
         default = defaults[key] if defaults[key] not in (None, "") else "not set"
-        assert f". (default: {default})" in shown[key]
-    assert "Number of workers. (default: 1)" in shown["diloco.workers"]
+        assert re.search(rf"\. \(default: {default}(; demo.toml: [^ ;]+)?\)", shown[key]), key
+    assert "Number of workers. (default: 1; demo.toml: 2)" in shown["diloco.workers"]
     assert ", ".join(shipped_configs()) in shown["config"].replace("- ", "-")
     assert re.findall(r"^    (\w+) {2,}\w", text, re.M) == list(COMMANDS)
     assert f"All {len(defaults)} settings: " in text
@@ -64,6 +66,7 @@ def test_the_long_help_has_every_setting_with_its_text_and_default(
     assert shown.keys() - {"help"} == flat_settings(Config()).keys()
     for key in flat_settings(Config()):
         assert ". (default: " in shown[key], f"{key} has no docstring"
+    assert "share of the run if below 1. (default: 1000; demo.toml: 0.2)" in shown[WARMUP]
     assert shown["run.seed"].startswith("run.seed INT Seed of the initial weights")
 
 
@@ -75,7 +78,26 @@ def test_the_help_of_a_section_has_its_settings(
     shown = entries(capsys.readouterr().out)
     of_section = {key for key in flat_settings(Config()) if key.startswith("diloco.")}
     assert shown.keys() - {"help", "config"} == of_section
-    assert "Number of workers." in shown["diloco.workers"]
+    assert shown["diloco.workers"].startswith("diloco.workers INT Number of workers.")
+    assert shown["diloco.workers"].endswith(" (default: 1; 1b.toml: 2)")
+    assert "; 1b.toml: fp4_e3m0)" in shown["diloco.quantization.codec"]
+    assert "toml" not in shown["diloco.link.timeout_seconds"]
+
+
+def test_the_help_shows_the_values_of_the_config_that_is_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('extends = "35m.toml"\n[data]\nphases = [{start = 0.5, mixture = {a = 1}}]\n')
+    assert print_help(["--help", "--config", str(path)], TEXTS)
+    shown = entries(capsys.readouterr().out)
+    assert "(default: 1000; mine.toml: 0.1)" in shown[WARMUP]
+    assert "(default: not set; mine.toml: 32)" in shown["training.global_batch_size"]
+    assert print_help(["--help", "data", f"--config={path}"], TEXTS)
+    phases = entries(capsys.readouterr().out)["data.phases"]
+    assert '; mine.toml: [{"start": 0.5, "mixture": {"a": 1.0}}])' in phases
+    with pytest.raises(ConfigError, match=r"--config = .*no such file"):
+        print_help(["--help", "--config", "nothere"], TEXTS)
 
 
 def test_the_help_has_the_names_that_others_have_added(

@@ -1,6 +1,8 @@
 """Islands know reports, verdicts and actions of each other."""
 
 import math
+import os
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -248,6 +250,7 @@ def test_a_loss_that_is_not_finite_leaves_the_other_values() -> None:
     gauges.loss, gauges.validated, gauges.site = float("nan"), (5, float("inf")), "oslo"
     gauges.finish_step(10)
     found = gauges.read(Vitals(compute=0.1))
+    assert found.process == f"{os.getpid()} on {socket.gethostname()}"[:80]
     assert (found.loss, found.validated, found.site) == (None, None, "oslo")
 
 

@@ -1,8 +1,6 @@
 """Islands on this machine, with a stand-in for training, and the syncer beside them."""
 
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
 from tests.islands.by_hand import newest
 from tests.islands.test_syncing import wait_for
 from tests.programs import Program
@@ -155,16 +152,3 @@ def test_a_child_that_has_done_its_work_is_not_started_again() -> None:
     child.start()
     assert not child.runs()
     assert said == ["SeaweedFS ended with code 0; starting it again in 1 s"]
-
-
-def test_the_kill_of_the_page_ends_the_training_process_and_not_its_launcher() -> None:
-    page = (REPOSITORY / "docs/islands.md").read_text()
-    (line,) = re.findall(r"^pkill .*$", page, re.M)
-    program, *flags, pattern = shlex.split(line)
-    assert (program, flags) == ("pkill", ["-9", "-f"])
-    words = "--config debug --islands.join store --islands.name {0} --run.folder runs/{0}"
-    training = f"python -u -m torchtitan_diloco.train {words}"
-    launcher = f"python -m torchtitan_diloco train {words}"
-    assert re.search(pattern, training.format("island-2"))
-    assert not re.search(pattern, launcher.format("island-2"))
-    assert not re.search(pattern, training.format("island-1"))

@@ -79,7 +79,13 @@ def test_a_run_adds_up() -> None:
     assert [slot["rounds_since_last_part"] for slot in rows(found, "slots")] == [0, 0]
     json.loads(json.dumps(found), parse_constant=pytest.fail)
     text = render(found, "store")
-    for shown in ("80 of 1,000,000", "20 tokens/s", "3.2500 at 30 tokens", "8 Mbit/s"):
+    for shown in (
+        "80 of 1,000,000",
+        "20 tokens/s",
+        "3.2500 at 30 tokens",
+        "8 Mbit/s",
+        "4711 on node-1",
+    ):
         assert shown in text
 
 
@@ -100,7 +106,8 @@ def test_the_keys_stay_what_they_are() -> None:
         *("islands", "fragments", "slots", "news"),
     } == found.keys()
     assert set(rows(found)[0]) == {
-        *("island", "slot", "doing", "for_seconds", "site", "tokens_per_second", "waited", "loss"),
+        *("island", "slot", "doing", "for_seconds", "site", "process", "tokens_per_second"),
+        *("waited", "loss"),
         *("round_trip_seconds", "upload_bytes_per_second", "step", "tokens", "leaving"),
         *("part_in_rounds", "late_parts", "left_out", "left_out_reason"),
         *("heard_seconds_ago", "incarnation"),

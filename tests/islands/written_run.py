@@ -54,6 +54,7 @@ class WrittenRun(Desk):
             upload_rate=1e6,
             says=fields.pop("says", 0),
             site="oslo",
+            process="4711 on node-1",
         )
         parts = [self.part(slot, samples=steps)] if sends else []
         self.note(

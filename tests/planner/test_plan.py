@@ -203,6 +203,21 @@ def test_runs_without_conditions_are_refused(
         assert told in capsys.readouterr().err
 
 
+def test_a_step_that_no_gpu_is_fast_enough_for(capsys: pytest.CaptureFixture[str]) -> None:
+    link = ["--config", "1b", *LINK, "--step-time"]
+    assert main([*link, "0.5s"]) == 0
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"warning: --step-time 0.5s: with 1 rank a worker, a GPU would compute [34],\d\d\d "
+        r"TFLOP/s, and the peak of a B200 is 2,250: give a longer time than 0\.\d\ds, or at "
+        r"least 2 ranks with --parallel.fsdp",
+        warning,
+    )
+    for words in (["0.5s", "--parallel.fsdp", "2"], ["0.9s"], ["0.5s", "--run.device", "cpu"]):
+        assert main([*link, *words]) == 0
+        assert capsys.readouterr().err == "", words
+
+
 MISTAKES = [
     (["--config", "1b", *LINK], r"--step-time, such as 500ms; or --run"),
     (["--config", "1b", "--step-time", "0.5s"], r"give --bandwidth, such as 200Mbit/s"),

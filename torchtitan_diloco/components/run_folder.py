@@ -10,7 +10,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -25,6 +25,8 @@ from torchtitan_diloco.components.checkpoint_folder import (
     step_of,
 )
 from torchtitan_diloco.components.resume import Start
+from torchtitan_diloco.config.loader import parse_config
+from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
 
@@ -126,3 +128,28 @@ def set_aside(path: Path) -> Path:
     """Rename a checkpoint, so that it is neither found nor deleted. Return its path."""
     names = chain([f"{path}.aside"], (f"{path}.aside-{number}" for number in count(2)))
     return path.rename(next(name for name in names if not Path(name).exists()))
+
+
+def find_compared_run(folder: Path, config: Config) -> Path | None:
+    """Return the newest run beside the folder of a control with which to compare it: one with an
+    outer loop, and the same model, data and training. Return None if there is none."""
+    wanted = _compared_settings(config)
+    others = [path for path in folder.parent.glob("*/config.toml") if path.parent != folder]
+    for path in sorted(others, key=_modified, reverse=True):
+        with suppress(OSError, ValueError):  # it may be of another version, or be deleted
+            other = parse_config(path.read_text(encoding="utf-8"), str(path))
+            if other.diloco.method != "none" and _compared_settings(other) == wanted:
+                return path.parent
+    return None
+
+
+def _compared_settings(config: Config) -> list[object]:
+    """Return the settings that a run and its control have in common."""
+    sections = [config.model, config.data, config.training, config.optimizer, config.lr_schedule]
+    return [*sections, config.islands, config.run.seed, config.diloco.workers]
+
+
+def _modified(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0

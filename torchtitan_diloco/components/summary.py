@@ -35,13 +35,16 @@ def log_summary(
     validated: tuple[int, float, float] | None,
     *,
     has_control: bool,
+    compared: Path | None,
     traffic: Traffic,
     price: Price,
     epochs: str = "",
 ) -> None:
     """Log the figures of a run, and the commands to run next.
 
-    `has_control`: a run with data parallelism and the same settings sees the same data.
+    Args:
+        has_control: a run with data parallelism and the same settings sees the same data.
+        compared: the folder of the run of which this one is the control, if it is one.
     """
     figures = {}
     if validated is not None:
@@ -61,6 +64,9 @@ def log_summary(
         config = shlex.quote(str(folder / "config.toml"))
         control = f"{training_command()} --config {config} --diloco.method none"
         commands["to compare with data parallelism, run"] = control
+    if compared is not None:
+        folders = shlex.join([str(compared), str(folder)])
+        commands["to compare both runs, run"] = f"{command_line('report')} {folders}"
     whole = shlex.quote(os.environ.get(LOCAL_ISLANDS, str(folder)))
     commands["to see where the time went, run"] = f"{command_line('report')} {whole}"
     for table in (figures, commands):

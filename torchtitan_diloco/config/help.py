@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from types import GenericAlias
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -16,8 +16,14 @@ from docstring_parser import parse_from_object
 from torchtitan_diloco.base.settings import choices_of, entries_of, nearest
 from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.config import Config
-from torchtitan_diloco.config.loader import DEFAULT_CONFIG, TYPES, shipped_configs
-from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.config.loader import (
+    DEFAULT_CONFIG,
+    TYPES,
+    find_config,
+    load_config,
+    shipped_configs,
+)
+from torchtitan_diloco.config.schema import flat_settings, format_value
 
 MATTER_MOST = (
     "run.folder",
@@ -44,7 +50,7 @@ MATTER_MOST = (
 """Settings of the short help."""
 DESCRIPTION = (
     "Train. The command line takes precedence over the TOML file of --config, and the file over "
-    "the defaults below."
+    "the defaults below. Values of that file stand after those defaults that it changes."
 )
 CONFIG = f"A TOML file, or the name of one in train_configs/: {', '.join(shipped_configs())}."
 PRINT_CONFIG = (
@@ -59,14 +65,15 @@ WIDTH = "108"
 
 
 def print_help(words: Sequence[str], commands: Mapping[str, str]) -> bool:
-    """Print the help if the words ask for it (`--help`, `--help SECTION`, `--help all`). Return
-    whether they do.
+    """Print the help if the words ask for it (`--help`, `--help SECTION`, `--help all`), with the
+    values of the config that they name. Return whether they do.
 
     `commands`: the text of each command, for the short help.
     """
-    topic = _topic(words)
+    topic = _word_after(("--help", "-h"), words)
     if topic is None:
         return False
+    name = _word_after(("--config",), words) or DEFAULT_CONFIG
     sections = [section.name for section in fields(Config)]
     section = topic.partition(".")[0]  # of a setting
     if topic and section not in (ALL, *sections):
@@ -77,22 +84,40 @@ def print_help(words: Sequence[str], commands: Mapping[str, str]) -> bool:
     if not sys.stdout.isatty():
         os.environ.setdefault("COLUMNS", WIDTH)
     if topic:
-        _print_settings(sections if section == ALL else [section])
+        _print_settings(sections if section == ALL else [section], _changes_of(name))
     else:
-        print(_short_help(commands), end="")
+        print(_short_help(commands, _changes_of(name)), end="")
     return True
 
 
-def _topic(words: Sequence[str]) -> str | None:
-    """Return the word after `--help`, which may be empty, or None without `--help`."""
+def _word_after(options: Sequence[str], words: Sequence[str]) -> str | None:
+    """Return the word after an option, which may be empty, or None without the option."""
     for word, after in zip(words, [*words, ""][1:], strict=True):
         option, _, value = word.partition("=")
-        if option in ("--help", "-h"):
+        if option in options:
             return value or ("" if after.startswith("-") else after)
     return None
 
 
-def _short_help(commands: Mapping[str, str]) -> str:
+def _changes_of(config: str) -> dict[str, str]:
+    """Return what a config sets to another value than the default, as a text such as
+    `1b.toml: 30`."""
+    name = find_config(config).name
+    defaults = flat_settings(Config())
+    return {
+        key: f"{name}: {_shown(value)}"
+        for key, value in flat_settings(load_config(config)).items()
+        if value != defaults[key] and not key.startswith("run.")  # which say what the file is
+    }
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple | dict):
+        return format_value(value)
+    return "not set" if value in (None, "") else str(value)
+
+
+def _short_help(commands: Mapping[str, str], changes: Mapping[str, str]) -> str:
     program = command_line("train")
     parser = argparse.ArgumentParser(
         usage=f"{program} [--config NAME_OR_PATH] [--section.key VALUE ...]",
@@ -120,8 +145,8 @@ def _short_help(commands: Mapping[str, str]) -> str:
             choices = metavar.strip("{}").replace(",", ", ")
             text = f"{text} One of {choices}."
             metavar = "NAME"
-        default = "not set" if defaults[key] in (None, "") else defaults[key]
-        text = f"{text} (default: {default})".replace("%", "%%")
+        values = "; ".join([f"default: {_shown(defaults[key])}", *filter(None, [changes.get(key)])])
+        text = f"{text} ({values})".replace("%", "%%")
         settings.add_argument(f"--{key}", metavar=metavar, help=text)
     usage = f"{command_line('COMMAND')} --help"
     subparsers = parser.add_subparsers(title="commands", description=usage, metavar="COMMAND")
@@ -149,32 +174,46 @@ def _metavar(kind: Any) -> str:
     return _metavar(parts[0]) if parts else str(kind.__name__).upper()
 
 
-def _with_choices(section: type) -> type:
-    """Return a section in which settings that name entries of dicts are Literals, as tyro shows the
-    choices of these only."""
+def _as_shown(section: type, changes: Mapping[str, str], prefix: str = "") -> type:
+    """Return a section for tyro to show. Settings that name entries of dicts are Literals, as it
+    shows the choices of these only, and the changes of a config stand beside the defaults."""
     kinds = get_type_hints(section, include_extras=True)
     changed = list[tuple[str, Any, Any]]()
     for entry in fields(section):
         kind = kinds[entry.name]
+        key = prefix + entry.name
         if isinstance(kind, type) and is_dataclass(kind):
-            shown = _with_choices(kind)
+            shown = _as_shown(kind, changes, f"{key}.")
             changed.append((entry.name, shown, field(default_factory=shown)))
-        elif entries_of(kind):
+            continue
+        if entries_of(kind):
             choices: Any = Literal[*choices_of(kind)]
-            if get_origin(kind) is tuple:
-                choices = GenericAlias(tuple, (choices, ...))
-            changed.append((entry.name, choices, entry.default))
+            kind = GenericAlias(tuple, (choices, ...)) if get_origin(kind) is tuple else choices
+        if key in changes:
+            kind = Annotated[kind, _beside_default(changes[key])]
+        if kind is not kinds[entry.name]:
+            default: Any = entry.default
+            if entry.default_factory is not MISSING:
+                default = field(default_factory=entry.default_factory)
+            changed.append((entry.name, kind, default))
     documented = {"__doc__": section.__doc__}
     return make_dataclass(
         section.__name__, changed, bases=(section,), namespace=documented, frozen=True
     )
 
 
-def _print_settings(sections: Sequence[str]) -> None:
+def _beside_default(change: str) -> Any:
+    """Return what makes tyro show a text after the default of a setting."""
+    import tyro
+
+    return tyro.conf.arg(help_behavior_hint=lambda default: f"(default: {default}; {change})")
+
+
+def _print_settings(sections: Sequence[str], changes: Mapping[str, str]) -> None:
     """Print all settings of some sections."""
     import tyro  # takes longer than all other imports
 
-    kinds = get_type_hints(_with_choices(Config), include_extras=True)
+    kinds = get_type_hints(_as_shown(Config, changes), include_extras=True)
     config = Annotated[str, tyro.conf.arg(metavar="NAME_OR_PATH", help=CONFIG)]
     entries = [(name, kinds[name], field(default_factory=kinds[name])) for name in sections]
     command = make_dataclass("Settings", [*entries, ("config", config, DEFAULT_CONFIG)])

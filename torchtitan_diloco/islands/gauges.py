@@ -1,6 +1,8 @@
 """Values of an island for users, which its notes contain."""
 
 import math
+import os
+import socket
 import time
 from collections import deque
 
@@ -57,6 +59,7 @@ class Gauges:
             received=self.received,
             says=self.says,
             site=self.site,
+            process=f"{os.getpid()} on {socket.gethostname()}"[: notes.MOST_OF_PROCESS],
         )
 
 

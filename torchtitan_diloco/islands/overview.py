@@ -184,6 +184,7 @@ class _Moment:
             "doing": doing,
             "for_seconds": since,
             "site": gauges.site or None,
+            "process": gauges.process or None,
             "tokens_per_second": None if note is None or slot is None else round(rate),
             "waited": None if note is None or slot is None else gauges.waited,
             "loss": gauges.loss,

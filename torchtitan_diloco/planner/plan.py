@@ -231,6 +231,9 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     grid = f"{load.workers} workers x {counted(load.ranks, 'rank')}"
     print(f"{config.run.name}: {size}, {grid}; {link}\n")
     print(ladder_text(load, conditions, tried=tried, best=best, wanted=options.utilization))
+    on_gpus = config.run.device != "cpu"
+    if on_gpus and options.step_time and (warning := load.peak_warning(options.step_time)):
+        print(f"warning: {warning}", file=sys.stderr)
     if conditions.bytes_in_flight > STREAM_BYTES:
         print(f"\n{streams_text(conditions, best.link, load.ranks)}")
     print(f"\n{traffic_text(load, best, tried[best].step_seconds)}")

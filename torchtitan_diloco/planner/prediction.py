@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from torchtitan_diloco.base.formatting import clock, markdown_table
+from torchtitan_diloco.base.formatting import clock, counted, markdown_table
 from torchtitan_diloco.base.hardware import GIB, PEAK_BF16_FLOPS
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.metrics import GRADIENTS, all_reduce_bytes
@@ -302,6 +302,23 @@ class Workload:
     def traffic(self, diloco: DiLoCoConfig) -> Traffic:
         """Return the traffic of the run with these settings."""
         return traffic_of(replace(self.config, diloco=diloco), self.plan, self.model)
+
+    def peak_warning(self, step_seconds: float) -> str:
+        """Return a warning if no GPU is fast enough for steps of this length, or ""."""
+        length = self.config.training.sequence_length
+        tokens = self.plan.tokens_per_step / (self.workers * self.ranks)
+        flops = flops_per_token(self.model, length) * tokens
+        fastest = max(PEAK_BF16_FLOPS, key=PEAK_BF16_FLOPS.__getitem__)
+        peak = PEAK_BF16_FLOPS[fastest]
+        if flops <= peak * step_seconds:
+            return ""
+        enough = math.ceil(self.ranks * flops / (peak * step_seconds))
+        return (
+            f"--step-time {step_seconds:g}s: with {counted(self.ranks, 'rank')} a worker, a GPU "
+            f"would compute {flops / step_seconds / 1e12:,.0f} TFLOP/s, and the peak of a "
+            f"{fastest} is {peak / 1e12:,.0f}: give a longer time than {flops / peak:.2g}s, or at "
+            f"least {enough} ranks with --parallel.fsdp"
+        )
 
     def predict(self, diloco: DiLoCoConfig, conditions: Conditions) -> Prediction:
         """Predict the steady state, or the whole run if it has a beginning."""

@@ -25,6 +25,8 @@ MOST_NOTE = 512 * 1024
 MOST_RANKS = 1024
 MOST_OF_SITE = 60
 """Maximum number of characters of the name of a site."""
+MOST_OF_PROCESS = 80
+"""Maximum number of characters of the id of a process and its host."""
 
 Loss = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
@@ -93,6 +95,8 @@ class NotedGauges(msgspec.Struct, array_like=True, frozen=True):
     says: Annotated[int, Meta(ge=0, le=255)] = 0
     """Code of what the island says of itself. 0: nothing."""
     site: Annotated[str, Meta(max_length=MOST_OF_SITE)] = ""
+    process: Annotated[str, Meta(max_length=MOST_OF_PROCESS)] = ""
+    """Id of the process of its first rank, and the host: `4711 on node-1`."""
 
 
 class Note(msgspec.Struct, array_like=True):
