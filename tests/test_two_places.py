@@ -39,7 +39,7 @@ SMALL: dict[str, object] = {
     "metrics.log_every": 5,
     "checkpoint.every": 50,
 }
-MORE_TOKENS = 40_000
+MORE_TOKENS = 15_000
 """Tokens that the run still has once both islands train again: more than they train on while its
 length is changed."""
 
