@@ -249,7 +249,7 @@ def _run(
     sys.stdout.reconfigure(line_buffering=is_unbuffered)
     sys.argv[1:] = words
     for module in (subprocess, subprocess_handler):
-        module.Popen = Fork  # type: ignore[misc]
+        module.Popen = Fork  # type: ignore[attr-defined]
 
     def run_module(_: list[str]) -> int:
         warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)

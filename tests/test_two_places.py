@@ -18,7 +18,8 @@ from tests.store.seaweed import BUCKET, SECRETS, SeaweedServer
 from tests.test_notebook import EXAMPLES, read_cells
 from tests.waiting import wait_until
 from torchtitan_diloco.components.checkpoint_folder import read_manifest, step_of
-from torchtitan_diloco.islands.founding import Saved, read_saved
+from torchtitan_diloco.islands.founding import read_saved
+from torchtitan_diloco.islands.rules.checkpoint import Saved
 from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.store import open_store

@@ -108,9 +108,9 @@ def launcher(
     words += ["--run.description", does]
     if inside:
         command = [*inside, sys.executable, "-u", "-c", START, module, *words]
-        run = start_interpreter(console, command, **variables)
+        run = start_interpreter(console, command, folder=None, **variables)
     else:
-        run = start(console, words, main=partial(launch, module), **variables)
+        run = start(console, words, main=partial(launch, module), folder=None, **variables)
     try:
         yield run
     finally:
