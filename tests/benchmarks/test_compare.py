@@ -63,7 +63,7 @@ def test_a_run_has_the_settings_of_its_row_and_is_predicted_alike(row: Row) -> N
         assert (diloco.method, diloco.workers) == (row.diloco.method, row.diloco.workers)
     else:
         assert diloco == row.diloco
-    steps = [[{"worker/compute_seconds": 0.1}] * 9] * 2
+    steps = [[{"worker/compute_seconds": 0.1, "worker/wall_seconds": 0.1}] * 9] * 2
     again = predict_again(settings, link_of(PRINTED), steps)
     assert again == pytest.approx(row.tokens_per_second, rel=1e-3)
 

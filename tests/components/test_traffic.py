@@ -54,7 +54,7 @@ def counted_bytes(chosen: DiLoCoConfig, workers: int) -> float:
     outer, model, optimizer = start(chosen, workers, world=world)
     train(outer, model, optimizer, range(1, STEPS + 1))
     outer.drain()
-    sent = outer.metrics()[SENT]
+    sent = outer.metrics()["worker/sent_bytes"]
     outer.close()
     leave_world(world)
     return sent

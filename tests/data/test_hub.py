@@ -198,9 +198,15 @@ def test_hugging_face_folders(tmp_path: Path) -> None:
             pieces(f"hf:{name}")
 
 
-@pytest.mark.parametrize("name", ["", "owner/", "owner//subset", "a/b/c/d", ":train"])
+@pytest.mark.parametrize("name", ["owner/", "owner//subset", "a/b/c/d", ":train"])
 def test_what_is_no_name_of_a_dataset(name: str) -> None:
     with pytest.raises(
         ValueError, match=rf'^"hf:{name}" is not the name of a dataset: write hf:OWNER'
     ):
         open_corpus(f"hf:{name}")
+
+
+def test_a_source_without_a_name() -> None:
+    reason = r'^"hf:" names nothing after the colon: write hf:NAME'
+    with pytest.raises(UserError, match=reason):
+        open_corpus("hf:")

@@ -17,7 +17,7 @@ from torchtitan_diloco.base.usage import Usage
 from torchtitan_diloco.diloco import Quantization
 from torchtitan_diloco.islands import link
 from torchtitan_diloco.islands.payload import HEADER_BYTES
-from torchtitan_diloco.islands.rules.settings import RATES
+from torchtitan_diloco.islands.rules.settings import NOTE_PAUSES, RATES
 from torchtitan_diloco.islands.syncing import SWEEP_SECONDS, SWEPT
 from torchtitan_diloco.islands.traffic import DECISIONS_OF_ROUND, WRITES_OF_DECISION, Meeting
 from torchtitan_diloco.store import Kind
@@ -109,13 +109,12 @@ def check_bytes(meeting: Meeting, pair: list[Trainee]) -> None:
 
 def check_island(own: Calls, seconds: float) -> None:
     """Each new decision that an island reads is a list and a second read, and the others one."""
-    rates = RATES[Kind.NEAR]
     polls = own["get", "run"] - own["list", "run"]
-    assert 0 < polls <= 1.1 * seconds / rates.poll_seconds + 5
+    assert 0 < polls <= 1.1 * seconds / RATES[Kind.NEAR].poll_seconds + 5
     assert (
         0
         < own["replace", "island"]
-        <= 1.1 * seconds / rates.note_seconds + own["create", "part"] + 5
+        <= 1.1 * seconds / NOTE_PAUSES[Kind.NEAR] + own["create", "part"] + 5
     )
     assert abs(own["delete", "part"] - own["list", "part"]) <= 1, "its chunks are listed"
 

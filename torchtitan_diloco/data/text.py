@@ -49,6 +49,11 @@ def open_corpus(spec: str, field: str = TEXT_FIELD) -> Corpus:
     if source := find(SOURCES, spec):
         corpus: Corpus = source[0].load()(spec, field)
         return corpus
+    name = spec.removesuffix(":")
+    if name != spec and name in SOURCES:
+        raise UserError(
+            f'"{spec}" names nothing after the colon: write {name}:{SOURCES[name].takes}'
+        )
     patterns = [pattern.strip() for pattern in spec.split(",") if pattern.strip()]
     if not patterns:
         raise UserError(f'the corpus "{spec}" names no file: give files, folders or globs')

@@ -49,7 +49,7 @@ from torchtitan_diloco.islands.rules.names import (
     part_name,
 )
 from torchtitan_diloco.islands.rules.note import NotedGauges, Part
-from torchtitan_diloco.islands.rules.settings import RATES
+from torchtitan_diloco.islands.rules.settings import NOTE_PAUSES, RATES
 from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands.spares import Spares
 from torchtitan_diloco.islands.transfers import AGAIN_SECONDS, Transfers
@@ -322,7 +322,7 @@ class Link:
 
     def _write_notes(self) -> None:
         kind = self.run.store.kind
-        pause = RATES[kind].note_seconds
+        pause = NOTE_PAUSES[kind]
         name = ISLAND + self.machine.incarnation
         while True:
             self._is_note_due.wait(NOTE_SECONDS)

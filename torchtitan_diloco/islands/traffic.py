@@ -17,7 +17,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.islands.payload import HEADER_BYTES
 from torchtitan_diloco.islands.rules.commit import LIST_SECONDS
-from torchtitan_diloco.islands.rules.settings import RATES, Rates
+from torchtitan_diloco.islands.rules.settings import NOTE_PAUSES, RATES, Rates
 from torchtitan_diloco.islands.rules.syncer import COPY_SECONDS
 from torchtitan_diloco.islands.rules.writer import DECISION_SECONDS
 from torchtitan_diloco.islands.syncing import LOOK_SECONDS, SWEEP_SECONDS, SWEPT
@@ -71,7 +71,7 @@ class Meeting:
         """Requests for decisions and notes of an island per second."""
         polls = 1 / self._rates.poll_seconds
         read = min(self._decisions, polls)  # the others are older when it looks again
-        notes = min(1 / self._rates.note_seconds, self._decisions + 1 / self.step_seconds)
+        notes = min(1 / NOTE_PAUSES[self.kind], self._decisions + 1 / self.step_seconds)
         return Usage(reads=polls + read, writes=notes + max(read, 1 / LIST_SECONDS))
 
     # --- the syncer -------------------------------------------------------------------------------

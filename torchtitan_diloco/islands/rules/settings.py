@@ -18,30 +18,24 @@ from torchtitan_diloco.islands.rules.fields import (
 
 
 class Rates(NamedTuple):
-    """What follows the kind of the store. All but the last are settings, which can be changed."""
+    """Settings that follow the kind of the store. Each can be set separately."""
 
     poll_seconds: float
     commit_seconds: float
     copies_every: int
     grace: float
-    note_seconds: float
-    """Minimum seconds between two notes of an island, unless the next one has a new part and the
-    store is no cloud: a bucket of a provider takes one write a second of a name."""
 
 
 RATES = {
-    "folder": Rates(
-        poll_seconds=0.02, commit_seconds=0.05, copies_every=8, grace=1.0, note_seconds=0.1
-    ),
-    "near": Rates(
-        poll_seconds=0.1, commit_seconds=0.05, copies_every=8, grace=1.0, note_seconds=0.1
-    ),
-    "cloud": Rates(
-        poll_seconds=1.0, commit_seconds=1.0, copies_every=64, grace=4.0, note_seconds=1.0
-    ),
+    "folder": Rates(poll_seconds=0.02, commit_seconds=0.05, copies_every=8, grace=1.0),
+    "near": Rates(poll_seconds=0.1, commit_seconds=0.05, copies_every=8, grace=1.0),
+    "cloud": Rates(poll_seconds=1.0, commit_seconds=1.0, copies_every=64, grace=4.0),
 }
 """By the kind of the store: a folder, a server of one's own, and a bucket of a provider, where each
 call takes longer and costs money."""
+NOTE_PAUSES = {"folder": 0.1, "near": 0.1, "cloud": 1.0}
+"""Minimum seconds between two notes of an island, unless the next one has a new part and the store
+is no cloud: a bucket of a provider takes one write a second of a name."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
