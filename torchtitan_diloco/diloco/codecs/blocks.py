@@ -5,6 +5,7 @@ cached by size (`Workspace`), and constants are tensors, which saves a conversio
 """
 
 import importlib
+import math
 import os
 from abc import abstractmethod
 from functools import cache
@@ -117,6 +118,9 @@ class BlockCodec(Codec):
     """The step of the grid is 2 ** unit_exponent."""
     top: float
     """Largest value of the grid."""
+    left_exponent = 0
+    """What `_unpack` writes is to be multiplied by 2 ** left_exponent. This is at most the exponent
+    of the top, so its product with a scale is finite."""
 
     def __init__(self, config: Quantization) -> None:
         assert config.block_size in BLOCK_SIZES
@@ -145,8 +149,9 @@ class BlockCodec(Codec):
         self._carry = _word(self.grid.carry)
         self._shift = _word(23)
         self._inverse = _word((2 * BIAS - self.unit_exponent) << 23)
-        self._scales = (torch.arange(256, dtype=torch.int32) << 23).view(torch.float32)
-        """Power of two by scale byte."""
+        exponents = torch.arange(256, dtype=torch.int32) + self.left_exponent
+        self._scales = (exponents << 23).view(torch.float32)
+        """Scale, and what `_unpack` leaves, by scale byte."""
         self._scales[NOT_FINITE_SCALE] = torch.nan
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._workspaces: dict[int, Workspace] = {}
@@ -256,7 +261,8 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def _unpack(self, codes: Tensor, room: Workspace, blocks: Tensor) -> None:
-        """Write the grid value of each code times `room.step_column` to `blocks`."""
+        """Write the grid value of each code over 2 ** left_exponent, times `room.step_column`, to
+        `blocks`."""
 
 
 class Int8Codec(BlockCodec):
@@ -290,6 +296,11 @@ class MiniFloatCodec(BlockCodec):
         self.mantissa = mantissa
         self.top = top
         self.unit_exponent = 1 - bias - mantissa
+        if exponent > 5 or top * 2.0 ** (bias - 15) > torch.finfo(torch.float16).max:
+            raise ValueError(
+                f"format {config.codec} has numbers that fp16 does not: they cannot be decoded"
+            )
+        self.left_exponent = min(math.frexp(top)[1] - 1, 15 - bias)
         super().__init__(config)
         self._half_of_normal = torch.tensor(2.0 ** (mantissa - 1))
         self._cut = 23 - mantissa
@@ -307,7 +318,7 @@ class MiniFloatCodec(BlockCodec):
         self._gap = torch.tensor(5 - exponent, dtype=torch.int16)
         magnitude = (2 ** (self.bits - 1) - 1) << (10 - mantissa)
         self._kept = torch.tensor(magnitude - 2**15, dtype=torch.int16)
-        self._unbias = torch.tensor(2.0 ** (15 - bias), dtype=torch.float16)
+        self._unbias = torch.tensor(2.0 ** (15 - bias - self.left_exponent), dtype=torch.float16)
 
     def _pack(self, values: Tensor, room: Workspace, codes: Tensor) -> None:
         # From 2**M on, the grid has the steps of fp32 numbers with M bits of mantissa. Below, it
@@ -328,10 +339,11 @@ class MiniFloatCodec(BlockCodec):
         codes.copy_(room.word_rows)
 
     def _unpack(self, codes: Tensor, room: Workspace, blocks: Tensor) -> None:
-        # fp16 has at least as many bits of exponent and of mantissa, so only the bias differs. Each
-        # code is multiplied to the highest bits of a number: both codes of a byte, to those of the
-        # halves of 32 bits. The shift repeats the sign, and the mask removes all but its first bit,
-        # and what is below the code. This is faster than a table, which takes a load for each byte.
+        # fp16 has at least as many bits of exponent and mantissa, so only the bias differs, and is
+        # corrected by a product. Another product moves each code to the highest bits of a number:
+        # both codes of a byte to those of the two halves of 32 bits. The shift makes room between
+        # sign and exponent, where it repeats the sign; the mask clears this, and what is below the
+        # code. A table would take a load for each byte, which is slower.
         room.byte_rows.copy_(codes)
         room.bytes.mul_(self._spread)
         room.half_bits.bitwise_right_shift_(self._gap).bitwise_and_(self._kept)
