@@ -5,7 +5,6 @@ cached by size (`Workspace`), and constants are tensors, which saves a conversio
 """
 
 import importlib
-import math
 import os
 from abc import abstractmethod
 from functools import cache
@@ -78,16 +77,14 @@ class Workspace:
         self.blocks = self.magnitudes.view(blocks, -1)
         self.moved = parts[1].view(torch.float32)
         self.word = parts[1].view(torch.int32)
+        self.moved_blocks = self.moved.view(blocks, -1)
         self.codes = parts[2]
         # The codes of one byte as a word: they are merged in its lowest byte.
         self.words = self.codes.view({8: torch.int8, 4: torch.int16}[grid.bits])
         self.word_rows = self.words.view(units, -1)
         self.shifted = parts[1][:values].view(self.words.dtype)
-        # Decoded codes as fp16, and the same memory with one number for each packed byte.
-        self.halves = parts[0][: 2 * values].view(torch.float16)
-        self.half_bits = self.halves.view(torch.int16)
-        self.half_blocks = self.halves.view(blocks, -1)
-        self.bytes = self.halves.view({8: torch.int16, 4: torch.int32}[grid.bits])
+        # Packed bytes as indices of the decoding table.
+        self.bytes = self.signs[: self.words.numel()]
         self.byte_rows = self.bytes.view(units, -1)
         self.largest = parts[3].view(torch.float32)
         self.largest_bits = parts[3].view(torch.int32)
@@ -118,9 +115,6 @@ class BlockCodec(Codec):
     """The step of the grid is 2 ** unit_exponent."""
     top: float
     """Largest value of the grid."""
-    left_exponent = 0
-    """What `_unpack` writes is to be multiplied by 2 ** left_exponent. This is at most the exponent
-    of the top, so its product with a scale is finite."""
 
     def __init__(self, config: Quantization) -> None:
         assert config.block_size in BLOCK_SIZES
@@ -149,10 +143,10 @@ class BlockCodec(Codec):
         self._carry = _word(self.grid.carry)
         self._shift = _word(23)
         self._inverse = _word((2 * BIAS - self.unit_exponent) << 23)
-        exponents = torch.arange(256, dtype=torch.int32) + self.left_exponent
-        self._scales = (exponents << 23).view(torch.float32)
-        """Scale, and what `_unpack` leaves, by scale byte."""
-        self._scales[NOT_FINITE_SCALE] = torch.nan
+        exponents = torch.arange(256, dtype=torch.int32) + self.unit_exponent
+        self._steps = (exponents << 23).view(torch.float32)
+        """Step by scale byte."""
+        self._steps[NOT_FINITE_SCALE] = torch.nan
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._workspaces: dict[int, Workspace] = {}
 
@@ -251,7 +245,7 @@ class BlockCodec(Codec):
         room = self._workspace(values)
         codes, scales = self._rows(payload)
         room.scale_rows.copy_(scales)
-        torch.index_select(self._scales.to(values.device), 0, room.scales, out=room.steps)
+        torch.index_select(self._steps.to(values.device), 0, room.scales, out=room.steps)
         self._unpack(codes, room, values.view(-1, self.block_size))
 
     @abstractmethod
@@ -261,8 +255,7 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def _unpack(self, codes: Tensor, room: Workspace, blocks: Tensor) -> None:
-        """Write the grid value of each code over 2 ** left_exponent, times `room.step_column`, to
-        `blocks`."""
+        """Write the grid value of each code, in steps, times `room.step_column` to `blocks`."""
 
 
 class Int8Codec(BlockCodec):
@@ -296,11 +289,6 @@ class MiniFloatCodec(BlockCodec):
         self.mantissa = mantissa
         self.top = top
         self.unit_exponent = 1 - bias - mantissa
-        if exponent > 5 or top * 2.0 ** (bias - 15) > torch.finfo(torch.float16).max:
-            raise ValueError(
-                f"format {config.codec} has numbers that fp16 does not: they cannot be decoded"
-            )
-        self.left_exponent = min(math.frexp(top)[1] - 1, 15 - bias)
         super().__init__(config)
         self._half_of_normal = torch.tensor(2.0 ** (mantissa - 1))
         self._cut = 23 - mantissa
@@ -312,13 +300,19 @@ class MiniFloatCodec(BlockCodec):
         zero = (126 + mantissa) << mantissa
         self._if_positive = 1 - 2 * zero
         self._if_negative = self._if_positive + 2**self.bits - 2 ** (33 - self._cut)
-        # Constants to make fp16 numbers of codes (see _unpack).
-        spread = {8: 2**8, 4: 2**12 + 2**24}[self.bits]
-        self._spread = torch.tensor(spread, dtype={8: torch.int16, 4: torch.int32}[self.bits])
-        self._gap = torch.tensor(5 - exponent, dtype=torch.int16)
-        magnitude = (2 ** (self.bits - 1) - 1) << (10 - mantissa)
-        self._kept = torch.tensor(magnitude - 2**15, dtype=torch.int16)
-        self._unbias = torch.tensor(2.0 ** (15 - bias - self.left_exponent), dtype=torch.float16)
+        # The values of every byte, in one entry each, so that a byte takes one look-up.
+        entry = {8: torch.float32, 4: torch.int64}[self.bits]
+        codes = torch.arange(256)[:, None] >> torch.arange(0, 8, self.bits) & (2**self.bits - 1)
+        self._table = self._grid()[codes].view(entry).view(-1)
+
+    def _grid(self) -> Tensor:
+        """Return the value of each code in steps, fp32 [2 ** bits]."""
+        codes = torch.arange(2 ** (self.bits - 1))
+        exponents = codes >> self.mantissa
+        mantissas = codes % 2**self.mantissa
+        normal = (mantissas + 2**self.mantissa) << (exponents - 1).clamp(min=0)
+        steps = torch.where(exponents == 0, mantissas, normal).float()
+        return torch.cat((steps, -steps))
 
     def _pack(self, values: Tensor, room: Workspace, codes: Tensor) -> None:
         # From 2**M on, the grid has the steps of fp32 numbers with M bits of mantissa. Below, it
@@ -339,14 +333,7 @@ class MiniFloatCodec(BlockCodec):
         codes.copy_(room.word_rows)
 
     def _unpack(self, codes: Tensor, room: Workspace, blocks: Tensor) -> None:
-        # fp16 has at least as many bits of exponent and mantissa, so only the bias differs, and is
-        # corrected by a product. Another product moves each code to the highest bits of a number:
-        # both codes of a byte to those of the two halves of 32 bits. The shift makes room between
-        # sign and exponent, where it repeats the sign; the mask clears this, and what is below the
-        # code. A table would take a load for each byte, which is slower.
         room.byte_rows.copy_(codes)
-        room.bytes.mul_(self._spread)
-        room.half_bits.bitwise_right_shift_(self._gap).bitwise_and_(self._kept)
-        room.halves.mul_(self._unbias)
-        blocks.copy_(room.half_blocks)
-        blocks.mul_(room.step_column)
+        entries = room.moved.view(self._table.dtype)
+        torch.index_select(self._table.to(codes.device), 0, room.bytes, out=entries)
+        torch.mul(room.moved_blocks, room.step_column, out=blocks)
