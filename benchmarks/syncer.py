@@ -10,7 +10,10 @@ merges and publishes them, `--threads` fragments side by side. The time of a cyc
 versions are decided. The first cycle touches all memory for the first time, and is left out; the
 copies and outer states, which are stored every eight versions, are in none.
 
-The table extrapolates to --to millions of parameters (default: 1,000), as all of it grows in
+A syncer also takes some CPU time each second while it has nothing to merge, which does not grow
+with the model. It is measured before these cycles, and subtracted from their CPU time.
+
+The table extrapolates to --to millions of parameters (default: 1,000), as all of the rest grows in
 proportion to them, and shows the time as a share of a cycle of 100 s. Bytes are the increase above
 the same process before the run was founded: private memory, and the mapped files of its scratch
 folder, which the system may write to the disk. The disk has to hold about 80 bytes a parameter.
@@ -50,9 +53,10 @@ WIDTH = 1024
 """Values of a row of the parameters."""
 PATIENCE = 600.0
 CYCLE_SECONDS = 100.0
+IDLE_SECONDS = 5.0
 HEADER = (
-    "parameters | islands | CPU s a cycle | s a cycle | of 100 s | private bytes a parameter | "
-    "mapped bytes a parameter | n"
+    "parameters | islands | CPU s a cycle | idle, CPU s in 100 s | s a cycle | of 100 s | "
+    "private bytes a parameter | mapped bytes a parameter | n"
 )
 
 
@@ -189,6 +193,7 @@ def settings_of(fragments: int, islands: int, codec: str) -> Settings:
 
 class Cycle(NamedTuple):
     cpu: float
+    """CPU time of the work."""
     seconds: float
     private: int
     """Most bytes above those before the run."""
@@ -243,8 +248,15 @@ class Measured:
 
         self.wait(is_begun, "all islands")
 
-    def cycle(self, number: int, before: Memory) -> Cycle:
-        """Measure the cycle that creates version `number` of each fragment."""
+    def idle(self) -> float:
+        """Return the CPU time of a second in which nothing is merged."""
+        cpu, began = cpu_seconds(self.host.syncer), time.monotonic()
+        self.wait(lambda _: time.monotonic() > began + IDLE_SECONDS, "the end of a pause")
+        return (cpu_seconds(self.host.syncer) - cpu) / (time.monotonic() - began)
+
+    def cycle(self, number: int, before: Memory, idle: float = 0.0) -> Cycle:
+        """Measure the cycle that creates version `number` of each fragment. `idle`: CPU time of a
+        second to subtract."""
         pid = self.host.syncer
         for puppet in self.puppets:
             puppet.train_cycle()
@@ -258,9 +270,10 @@ class Measured:
             return all(one.version >= number for one in decision.fragments)
 
         self.wait(is_over, f"version {number}")
+        seconds = time.monotonic() - began
         found = Cycle(
-            cpu_seconds(pid) - cpu,
-            time.monotonic() - began,
+            cpu_seconds(pid) - cpu - idle * seconds,
+            seconds,
             most.private - before.private,
             most.mapped - before.mapped,
         )
@@ -271,8 +284,8 @@ class Measured:
 
 def measure(
     model: Model, islands: int, codec: str, cycles: int, threads: int, folder: Path
-) -> list[Cycle]:
-    """Return the cycles of a run, without the first one."""
+) -> tuple[float, list[Cycle]]:
+    """Return the CPU time of a second without work, and the cycles of a run, without the first."""
     settings = settings_of(model.fragments, islands, codec)
     with NoNetwork() as network, ExitStack() as stack:
         host = FolderHost(folder, network, threads=threads)
@@ -284,16 +297,19 @@ def measure(
         measured = Measured(run, host, puppets)
         before = memory_of_process(host.syncer)
         measured.begin()
-        return [measured.cycle(number, before) for number in range(1, 2 + cycles)][1:]
+        measured.cycle(1, before)
+        idle = measured.idle()
+        return idle, [measured.cycle(number, before, idle) for number in range(2, 2 + cycles)]
 
 
-def row(values: int, islands: int, cycles: Sequence[Cycle], to: float) -> list[str]:
+def row(values: int, islands: int, idle: float, cycles: Sequence[Cycle], to: float) -> list[str]:
     factor = 1.0 if math.isnan(to) else to / values
     share = factor * 100 / CYCLE_SECONDS
     return [
         f"{factor * values:,.0f}",
         str(islands),
         core.summary([one.cpu for one in cycles], ".2f", factor),
+        f"{100 * idle:.1f}",
         core.summary([one.seconds for one in cycles], ".2f", factor),
         f"{core.summary([one.seconds for one in cycles], '.1f', share)} %",
         core.summary([one.private / values for one in cycles], ".1f"),
@@ -324,12 +340,14 @@ def measure_all(options: argparse.Namespace) -> list[list[str]]:
     rows = list[list[str]]()
     for islands in options.islands:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            cycles = measure(
+            idle, cycles = measure(
                 model, islands, options.codec, options.cycles, options.threads, Path(folder)
             )
-        print(f"{islands} islands: {cycles}, load {os.getloadavg()[0]:.1f}", flush=True)
-        rows.append(row(model.values, islands, cycles, math.nan))
-        rows.append(row(model.values, islands, cycles, 1e6 * options.to))
+        print(
+            f"{islands} islands: idle {idle}, {cycles}, load {os.getloadavg()[0]:.1f}", flush=True
+        )
+        rows.append(row(model.values, islands, idle, cycles, math.nan))
+        rows.append(row(model.values, islands, idle, cycles, 1e6 * options.to))
     return rows
 
 
