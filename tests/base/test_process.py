@@ -1,5 +1,6 @@
 """How a process ends if nobody reads its output any more, and on Ctrl-C."""
 
+import io
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from torchtitan_diloco.base.log import logger, start_logging
+from torchtitan_diloco.base.process import say
 
 COMMAND = [sys.executable, "-u", "-m", "torchtitan_diloco"]
 HANGS = """
@@ -90,3 +92,17 @@ def test_ctrl_c_ends_a_command_that_imports_or_computes_in_c(
             process.kill()
     assert process.returncode == -signal.SIGINT
     assert errors == ""
+
+
+def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the line of another process may come before its end."""
+    written = list[str]()
+
+    class Console(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stderr", Console())
+    say("error: no")
+    assert written == ["error: no\n"]

@@ -57,9 +57,13 @@ def raise_on_interrupt() -> None:
 
 
 def say(text: str) -> None:
-    """Print a line to stderr, unless nobody reads it any more: training still has to be saved."""
+    """Print a line to stderr, unless nobody reads it any more: training still has to be saved.
+
+    It is written at once, with its end, as lines of several processes may meet in one console.
+    """
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def _is_read(stream: TextIO) -> bool:
