@@ -59,7 +59,7 @@ def test_several_corpora_have_one_warning_with_all_names(
 
 
 def test_epochs_of_a_run_that_goes_on(text: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where the text has changed, what was read before was other text."""
+    """Text that was read before the corpus changed does not count, as it was other text."""
     chosen = settings(text, training__stop_after=6)
     train(chosen)
     (tokens, read, epochs), _ = header(chosen, caplog)

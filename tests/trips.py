@@ -22,7 +22,7 @@ from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.resume import Start, find_start
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import Telemetry
-from torchtitan_diloco.components.traffic import Traffic, traffic_rows
+from torchtitan_diloco.components.traffic import RunTraffic, traffic_rows
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.data.loader import SequenceReader, TrainLoader
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
@@ -82,7 +82,7 @@ def trips() -> dict[str, Trip]:
         "A setting": Trip((load_config,)),
         "A metric": Trip(
             (Telemetry.measure, Telemetry.open_record, Telemetry.publish, log_summary),
-            (Trainer.train_step, Traffic.counted, traffic_rows),  # settings give the traffic
+            (Trainer.train_step, RunTraffic.counted, traffic_rows),  # settings give the traffic
         ),
     }
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests.metrics_table import BEGIN, END, PAGE, table
 from torchtitan_diloco.components.metrics import (
+    CORPUS_BITS,
     CORPUS_LOSS,
     OVER_STEPS,
     add_totals,
@@ -49,6 +50,7 @@ def test_totals_of_islands_are_those_of_as_many_steps() -> None:
         ("loss/train", 1, "; this worker"),
         ("worker/steps", 2, "; this worker"),
         (f"{CORPUS_LOSS}data/web", 1, "; all workers"),
+        (f"{CORPUS_BITS}data/web", 1, "; all workers"),
     ],
 )
 def test_a_board_says_whose_a_number_is(name: str, workers: int, whose: str) -> None:

@@ -46,7 +46,12 @@ def train_and_list(wanted: dict[str, str], rows: Path, dies_before: int = 0) -> 
         if trainer.step + 1 == dies_before:
             folder = Path(wanted["run.folder"])
             folders = [folder / f"worker-{worker}" for worker in range(2)]
-            wait_until(lambda: all(map(is_saved, folders)), "the checkpoint")
+            (folder / f"arrived-{trainer.world.rank}").touch()  # its steps need the other one
+            arrived = [folder / f"arrived-{worker}" for worker in range(2)]
+            wait_until(
+                lambda: all(map(Path.exists, arrived)) and all(map(is_saved, folders)),
+                "the other one and the checkpoint",
+            )
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(trainer, listed(trainer, batches))
 

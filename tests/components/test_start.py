@@ -1,4 +1,4 @@
-"""Where a run starts, and what it loads."""
+"""A run starts from the right checkpoint, and each of its parts loads what it should."""
 
 import re
 import time

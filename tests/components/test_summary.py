@@ -21,7 +21,7 @@ from torchtitan_diloco.components.metrics import (
 )
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import SavedTelemetry, StepResult, Telemetry
-from torchtitan_diloco.components.traffic import Traffic
+from torchtitan_diloco.components.traffic import RunTraffic
 from torchtitan_diloco.config.schema import Price
 from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.diloco.data_parallel import DataParallel
@@ -101,7 +101,7 @@ def summarize(
     compared: Path | None = None,
 ) -> None:
     """Log the summary of a run of two workers."""
-    traffic = Traffic(
+    traffic = RunTraffic(
         diloco=DiLoCoConfig(workers=2),
         fragments=[own.plan.parameters],
         parameters=own.plan.parameters,

@@ -1,4 +1,4 @@
-"""What a run transfers, against what is counted, and what that costs."""
+"""The computed traffic of a run is the counted one, and its costs follow from it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from torchtitan_diloco.components.traffic import (
     GB,
     RECEIVED,
     Party,
-    Traffic,
+    RunTraffic,
     cost,
     store_of,
     traffic_of,
@@ -42,7 +42,7 @@ STREAMING = replace(config(), quantization=Quantization("fp4_e3m0"))
 BEGINNING = replace(config(), beginning=Beginning(length=10, sync_every=3))
 
 
-def traffic(chosen: DiLoCoConfig, workers: int = 2, model: nn.Module | None = None) -> Traffic:
+def traffic(chosen: DiLoCoConfig, workers: int = 2, model: nn.Module | None = None) -> RunTraffic:
     chosen = replace(chosen, workers=workers)
     run = replace(load_config("debug"), diloco=chosen)
     return traffic_of(run, replace(PLAN, ranks=workers), model or Net())

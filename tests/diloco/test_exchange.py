@@ -16,13 +16,13 @@ from torchtitan_diloco.diloco import exchange
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Quantization
 from torchtitan_diloco.diloco.exchange import Exchange, chunk_and_window
-from torchtitan_diloco.diloco.outer_step import BLOCK
+from torchtitan_diloco.diloco.outer_step import STEP_VALUES
 from torchtitan_diloco.diloco.transport import Bytes, Header, header_bytes
 from torchtitan_diloco.diloco.vitals import Vitals
 from torchtitan_diloco.distributed import world as world_module
 from torchtitan_diloco.distributed.world import WORKER, World
 
-SIZES = [9 * BLOCK + 17, 1, 5 * BLOCK, 11 * BLOCK + 1]
+SIZES = [9 * STEP_VALUES + 17, 1, 5 * STEP_VALUES, 11 * STEP_VALUES + 1]
 """Values of some deltas: chunks that fill the slots several times, with a rest, and one value."""
 ROOM = 2**18 + 1029
 
@@ -51,7 +51,7 @@ def build(
 
 def _exchange(codec: str, window: int, weights: list[float]) -> list[tuple[Tensor, float]]:
     """Return means and scalar products, with chunks of one block, `window` of them in flight."""
-    workers, sizes = len(weights), {"chunk_and_window": lambda *_, **__: (BLOCK, window)}
+    workers, sizes = len(weights), {"chunk_and_window": lambda *_, **__: (STEP_VALUES, window)}
     made, found = build(join(workers), codec, max(SIZES), sizes), []
     for number, size in enumerate(SIZES):
         delta = delta_of(made.me, number, size)
@@ -121,7 +121,7 @@ def _over_streams(codec: str, workers: int, streams: int) -> tuple[list[Tensor],
         return send(payload, tag=tag, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "CHUNK", BLOCK)
+        patch.setattr(exchange, "CHUNK", STEP_VALUES)
         patch.setattr(dist, "isend", isend)
         made = build(world, codec, max(SIZES), {})
         for number, size in enumerate(SIZES):

@@ -19,7 +19,7 @@ from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.metrics import OUTER_METRICS, merge_parts
 from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.outer_state import OuterState, checksum
-from torchtitan_diloco.diloco.outer_step import BLOCK
+from torchtitan_diloco.diloco.outer_step import STEP_VALUES
 from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.distributed.world import WORKER
 
@@ -131,7 +131,7 @@ def test_transfers_of_a_cycle_take_its_bytes_at_the_measured_rate(
 
 
 @pytest.mark.parametrize("name", ["nesterov", "momentum", "sgd", "adam"])
-@pytest.mark.parametrize("size", [0, 1, BLOCK + 17])
+@pytest.mark.parametrize("size", [0, 1, STEP_VALUES + 17])
 def test_steps_are_torchs(name: str, size: int) -> None:
     torch.manual_seed(0)
     config = OuterOptimizer(name=name, lr=0.3, beta2=0.95, epsilon=1e-3)

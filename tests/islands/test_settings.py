@@ -174,7 +174,7 @@ def test_settings_have_the_names_of_a_configuration() -> None:
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 0), (30, 30), (0.25, 25)])
 def test_a_warm_up_of_the_outer_rate_is_counted_in_tokens(warmup: float, steps: int) -> None:
-    """Of all islands, for the syncer knows no steps of the run."""
+    """The warm-up counts the tokens of all islands, as the syncer knows no steps of the run."""
     founded = settings_founded(config(8, lr=0.5, warmup=warmup))
     optimizer = outer_optimizer(founded)
     assert optimizer.warmup == 2 * TOKENS * steps

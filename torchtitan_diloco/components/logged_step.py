@@ -24,7 +24,7 @@ from torchtitan_diloco.distributed.collectives import (
 from torchtitan_diloco.distributed.world import World
 
 
-class Sums(NamedTuple):
+class JobSums(NamedTuple):
     """Numbers of a rank since the last logged step that are summed over all ranks, before those of
     `SUMMED_OVER_JOB`."""
 
@@ -32,7 +32,7 @@ class Sums(NamedTuple):
     tokens: float = 0.0
 
 
-def summands(sums: Sums, numbers: Mapping[str, float]) -> list[float]:
+def summands(sums: JobSums, numbers: Mapping[str, float]) -> list[float]:
     """Return what a rank adds to the sums over all ranks. `numbers`: its own."""
     return [*sums, *(numbers.get(OF_JOB.get(name, name), 0.0) for name in SUMMED_OVER_JOB)]
 
@@ -77,9 +77,9 @@ class LoggedStep:
         self.record |= {name: of_worker[name] for name in of_worker if name in self.record}
         for record, numbers in zip(self.rounds, of_rounds, strict=True):
             record.set_numbers(numbers)
-        sums = Sums(*summed[: len(Sums._fields)])
+        sums = JobSums(*summed[: len(JobSums._fields)])
         self.record["loss/train"] = sums.cross_entropy / (sums.tokens or math.nan)
-        for name, total in zip(SUMMED_OVER_JOB, summed[len(Sums._fields) :], strict=True):
+        for name, total in zip(SUMMED_OVER_JOB, summed[len(JobSums._fields) :], strict=True):
             if OF_JOB.get(name, name) in self.record:
                 is_sum = METRICS[name].ranks is Merge.SUM
                 self.record[name] = total / (self._world.workers if is_sum else self._world.size)

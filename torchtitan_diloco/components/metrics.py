@@ -20,7 +20,10 @@ Record = dict[str, Any]
 HOUR = 3600.0
 SENT = "world/sent_bytes"
 CORPUS_LOSS = "loss/val/"
-"""What the names of the losses of single corpora begin with."""
+CORPUS_BITS = "loss/bits_per_byte/"
+"""The names of both numbers of single corpora begin so."""
+CORPUS = "CORPUS"
+"""Stands for the name of a corpus in a declaration."""
 
 
 def _seconds(meaning: str, *, of_job: bool = False) -> Metric:
@@ -34,9 +37,12 @@ def _speed(unit: str, meaning: str, scope: Scope = Scope.WORKER) -> Metric:
 
 METRICS = {
     "loss/bits_per_byte": Metric("bits per byte", "of the same text as loss/val", Scope.RUN),
+    f"{CORPUS_BITS}{CORPUS}": Metric(
+        "bits per byte", "the same for the text of one of several corpora", Scope.RUN
+    ),
     "loss/train": Metric("nats per token", "of the workers' own parameters", Scope.JOB),
     "loss/val": Metric("nats per token", "of the shared parameters, on held-out text", Scope.RUN),
-    f"{CORPUS_LOSS}CORPUS": Metric(
+    f"{CORPUS_LOSS}{CORPUS}": Metric(
         "nats per token", "the same for the text of one of several corpora", Scope.RUN
     ),
     "speed/compute_percent": _speed(
@@ -112,7 +118,10 @@ MERGED_IN_WORKER = _reduced_over(Scope.WORKER, *Merge)
 
 def metric_of(name: str) -> Metric | None:
     """Return the metric of a name, None if it is not declared."""
-    return METRICS.get(f"{CORPUS_LOSS}CORPUS" if name.startswith(CORPUS_LOSS) else name)
+    for begin in (CORPUS_LOSS, CORPUS_BITS):
+        if name.startswith(begin):
+            return METRICS[f"{begin}{CORPUS}"]
+    return METRICS.get(name)
 
 
 def described(name: str, workers: int) -> str:

@@ -20,7 +20,7 @@ from torchtitan_diloco.base.hardware import (
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.user import LOCAL_ISLANDS, UserError
 from torchtitan_diloco.components.optimizer import describe_inner
-from torchtitan_diloco.components.traffic import Traffic, traffic_rows
+from torchtitan_diloco.components.traffic import RunTraffic, traffic_rows
 from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.parts import OptimizerEntry
 from torchtitan_diloco.config.schema import Config, Training
@@ -147,7 +147,7 @@ def log_plan(
     model: str,
     data: str,
     epochs: Mapping[str, float],
-    traffic: Traffic,
+    traffic: RunTraffic,
 ) -> None:
     """Log how the numbers of the run are derived, one line each, and warnings. Raise if it does not
     fit into memory. `epochs`: times that the run reads each corpus."""

@@ -24,7 +24,7 @@ from torchtitan_diloco.components.metrics import (
     kept_time,
 )
 from torchtitan_diloco.components.telemetry import Telemetry
-from torchtitan_diloco.components.traffic import Traffic, traffic_rows
+from torchtitan_diloco.components.traffic import RunTraffic, traffic_rows
 from torchtitan_diloco.config.schema import Price
 
 
@@ -36,7 +36,7 @@ def log_summary(
     *,
     has_control: bool,
     compared: Path | None,
-    traffic: Traffic,
+    traffic: RunTraffic,
     price: Price,
     epochs: str = "",
 ) -> None:

@@ -29,7 +29,7 @@ from torchtitan_diloco.base.hardware import (
 )
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.components.checkpoint_folder import folder_of_worker
-from torchtitan_diloco.components.logged_step import LoggedStep, Sums, summands
+from torchtitan_diloco.components.logged_step import JobSums, LoggedStep, summands
 from torchtitan_diloco.components.metrics import (
     OVER_STEPS,
     Record,
@@ -219,7 +219,7 @@ class Telemetry:
     def _begin_interval(self) -> None:
         self._interval = Merging(OVER_STEPS)
         self._compute_squares = 0.0
-        self._sums = Sums()
+        self._sums = JobSums()
         self._rounds = list[Round]()
 
     # --- every step -------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class Telemetry:
         return self._counted("worker/data_seconds") + self.outer.exposed_seconds
 
     def numbers(self, agreement_seconds: float) -> list[float]:
-        """Return what this rank adds to the sums over all ranks: `Sums`, then `SUMMED_OVER_JOB`.
+        """Return what this rank adds to the sums over all ranks: `JobSums`, then `SUMMED_OVER_JOB`.
 
         They are of the time from the last logged step until now. Call it once after each step.
 

@@ -49,7 +49,7 @@ class Party(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RunTraffic:
     """What determines the traffic of a run, but for the length of its steps."""
 
     diloco: DiLoCoConfig
@@ -147,11 +147,11 @@ class Traffic:
         return parties
 
 
-def traffic_of(config: Config, plan: "RunPlan", model: nn.Module) -> Traffic:
+def traffic_of(config: Config, plan: "RunPlan", model: nn.Module) -> RunTraffic:
     """Return the traffic of a run. `model`: not sharded yet; it may be on the meta device."""
     has_outer_loop = config.diloco.method != "none"
     fragments = build_fragments(model, config.diloco.fragments) if has_outer_loop else ()
-    return Traffic(
+    return RunTraffic(
         diloco=config.diloco,
         fragments=[fragment.parameters for fragment in fragments],
         parameters=plan.parameters,
@@ -164,7 +164,7 @@ def traffic_of(config: Config, plan: "RunPlan", model: nn.Module) -> Traffic:
     )
 
 
-def ways_to_meet(traffic: Traffic) -> dict[str, Traffic]:
+def ways_to_meet(traffic: RunTraffic) -> dict[str, RunTraffic]:
     """Return the traffic by words for where workers meet. If that is nowhere, as they are one job,
     they could be islands in a provider's bucket, unless these settings are not for islands."""
     if traffic.store is not None:

@@ -13,6 +13,7 @@ from torch import nn
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.tensors import drop_gathered
 from torchtitan_diloco.components.loss import loss_head
+from torchtitan_diloco.components.metrics import CORPUS_BITS, CORPUS_LOSS
 from torchtitan_diloco.components.run_plan import AfterStep
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config.schema import WORKER_FIELD, Config, Data
@@ -245,7 +246,7 @@ class Validator:
         if len(result.of_corpora) > 1:
             for name, corpus in result.of_corpora.items():
                 bits = corpus.bits_per_byte
-                record |= {f"loss/val/{name}": corpus.loss, f"loss/bits_per_byte/{name}": bits}
+                record |= {f"{CORPUS_LOSS}{name}": corpus.loss, f"{CORPUS_BITS}{name}": bits}
                 share = 100 * result.shares[name]
                 lines.append(
                     f"  {share:.4g} % {name}: loss {corpus.loss:.4f}, {bits:.4f} bits per byte"

@@ -362,7 +362,7 @@ class Metrics:
     `--metrics.boards tensorboard wandb:my-project`, or `none`."""
 
 
-Amount = Annotated[float, Meta(ge=0)]
+UnitPrice = Annotated[float, Meta(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -370,15 +370,15 @@ class Price:
     """Prices of your providers, in any currency, by which `plan`, `compare` and a run say what its
     traffic costs."""
 
-    per_gb: Amount = 0.0
+    per_gb: UnitPrice = 0.0
     """Price of 10^9 bytes that leave the place where they are paid for: those that workers of a
     job send, or those that are read from the bucket of islands."""
-    per_gb_up: Amount = 0.0
+    per_gb_up: UnitPrice = 0.0
     """Price of 10^9 bytes that are sent to the bucket of islands, if their machines are at a
     provider that charges for what leaves it."""
-    per_million_reads: Amount = 0.0
+    per_million_reads: UnitPrice = 0.0
     """Price of a million requests that read an object of the bucket of islands."""
-    per_million_writes: Amount = 0.0
+    per_million_writes: UnitPrice = 0.0
     """Price of a million requests that write an object of that bucket, or list its objects."""
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torchtitan_diloco.diloco.codecs import UNIT, Codec
 from torchtitan_diloco.diloco.config import STREAM_BYTES
 from torchtitan_diloco.diloco.delta_norms import settle_weights
-from torchtitan_diloco.diloco.outer_step import BLOCK
+from torchtitan_diloco.diloco.outer_step import STEP_VALUES
 from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.diloco.transport import (
     Bytes,
@@ -37,7 +37,7 @@ from torchtitan_diloco.diloco.transport import (
     header_bytes,
 )
 
-CHUNK = 8 * BLOCK
+CHUNK = 8 * STEP_VALUES
 """Values per message: 2 MB in fp32."""
 IN_FLIGHT = 2**23
 """Bytes in flight, unless several streams carry more."""
@@ -45,11 +45,11 @@ GPU_CHUNK = 2**24
 """Values per message on a GPU, where a kernel for 2 MB takes less time than its launch."""
 GPU_IN_FLIGHT = 2**28
 """Bytes in flight on a GPU."""
-PIECE = 2 * BLOCK
+PIECE = 2 * STEP_VALUES
 """Values processed at once on a CPU, in a dozen passes: larger pieces do not fit into the cache,
 and smaller ones need more calls."""
 
-assert BLOCK % UNIT == GPU_CHUNK % UNIT == 0, "codecs can be called block by block"
+assert STEP_VALUES % UNIT == GPU_CHUNK % UNIT == 0, "codecs can be called block by block"
 
 
 def chunk_and_window(

@@ -14,7 +14,7 @@ from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.metrics import OUTER_METRICS, merge_parts
 from torchtitan_diloco.diloco.modes import Mode
-from torchtitan_diloco.diloco.outer_step import AVERAGE, BLOCK, outer_step
+from torchtitan_diloco.diloco.outer_step import AVERAGE, STEP_VALUES, outer_step
 
 GPU_SHARE = 0.2
 """Share of a GPU's memory up to which `outer_state = "auto"` means "device"."""
@@ -97,7 +97,7 @@ class OuterState:
         self.values = sum(self._sizes)
         self.model_device = self._locals()[0].device
         self._on_host = device != self.model_device
-        self._block = BLOCK if device.type == "cpu" else max(1, self.values)
+        self._block = STEP_VALUES if device.type == "cpu" else max(1, self.values)
         names = config.rule.slots if has_optimizer else ()
         self._buffers = [
             torch.zeros(self.values, dtype=torch.float32, device=device, pin_memory=self._on_host)
@@ -436,5 +436,5 @@ def checksum_of(rows: list[Tensor]) -> int:
 
 def checksum(values: Tensor) -> int:
     """Return a 64-bit checksum of the bits of a flat fp32 tensor."""
-    blocks = values.split(BLOCK if values.device.type == "cpu" else max(1, values.numel()))
+    blocks = values.split(STEP_VALUES if values.device.type == "cpu" else max(1, values.numel()))
     return checksum_of([row_sums(block) for block in blocks])

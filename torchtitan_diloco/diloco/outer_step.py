@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.config import OuterOptimizer
 
-BLOCK = 65_536
+STEP_VALUES = 65_536
 """Values processed at once on a CPU, so that they stay in cache during a step."""
 AVERAGE = OuterOptimizer(name="sgd", lr=1.0)
 """Plain averaging of the workers."""
@@ -43,11 +43,11 @@ def outer_step(
     """
     rule = config.rule.load()
     rule(Direction(config, delta, slots, count))
-    torch.sub(theta, delta.mul_(constant(lr)), out=delta)
+    torch.sub(theta, delta.mul_(scalar(lr)), out=delta)
 
 
 @lru_cache(maxsize=64)
-def constant(number: float) -> Tensor:
+def scalar(number: float) -> Tensor:
     """Return a number as a tensor, to avoid a conversion in each call of torch."""
     return torch.tensor(number, dtype=torch.float32, device="cpu")
 
@@ -76,13 +76,13 @@ def sgd(_: Direction) -> None:
 def momentum(step: Direction) -> None:
     """Add the momentum, which is stored already decayed: this saves a pass over memory."""
     (slot,) = step.slots
-    torch.mul(step.delta.add_(slot), constant(step.config.momentum), out=slot)
+    torch.mul(step.delta.add_(slot), scalar(step.config.momentum), out=slot)
 
 
 def nesterov(step: Direction) -> None:
     """Add the momentum after it has taken the delta and has decayed, which is how it is stored."""
     (slot,) = step.slots
-    step.delta.add_(slot.add_(step.delta).mul_(constant(step.config.momentum)))
+    step.delta.add_(slot.add_(step.delta).mul_(scalar(step.config.momentum)))
 
 
 def adam(step: Direction) -> None:
@@ -94,7 +94,7 @@ def adam(step: Direction) -> None:
     square = delta * delta
     first.add_(delta.sub_(first).mul_(_newest_share(config.momentum, step.steps)))
     second.add_(square.sub_(second).mul_(_newest_share(config.beta2, step.steps)))
-    square.copy_(second.double().sqrt_()).add_(constant(config.epsilon))
+    square.copy_(second.double().sqrt_()).add_(scalar(config.epsilon))
     torch.div(first, square, out=delta)
 
 

@@ -17,7 +17,7 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.codecs import add_to_mean
 from torchtitan_diloco.diloco.config import OuterOptimizer
 from torchtitan_diloco.diloco.formats import island_formats
-from torchtitan_diloco.diloco.outer_step import BLOCK, outer_step
+from torchtitan_diloco.diloco.outer_step import STEP_VALUES, outer_step
 from torchtitan_diloco.islands.layout import Layout, Shapes
 from torchtitan_diloco.islands.payload import (
     HEADER_BYTES,
@@ -34,7 +34,7 @@ from torchtitan_diloco.islands.rules.settings import Settings
 from torchtitan_diloco.islands.scratch import FragmentState
 from torchtitan_diloco.store.store import Buffer
 
-MERGE_PIECE = 4 * BLOCK
+MERGE_PIECE = 4 * STEP_VALUES
 """Values that are merged at once, in a hundred calls of torch for four parts. Smaller pieces would
 fit into a faster cache, which saves less than the calls cost on a busy machine."""
 

@@ -25,7 +25,7 @@ from torchtitan_diloco.islands.rules.names import (
 from torchtitan_diloco.islands.rules.note import MOST_NOTE, Note, decode_note
 from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands.tables import render
-from torchtitan_diloco.store import AwayError, DamagedObjectError, Entry, open_store
+from torchtitan_diloco.store import AwayError, DamagedObjectError, ListedObject, open_store
 
 REFRESH_SECONDS, LONGEST_PAUSE = 1.0, 0.1
 LISTEN_SECONDS = 2.5
@@ -146,7 +146,7 @@ class Reader:
     def _read_notes(self) -> None:
         """Read the notes that have changed, of owners of slots and of islands that may join."""
         owners = set[str]() if self.decision is None else set(self.decision.owners())
-        chosen = dict[str, Entry]()
+        chosen = dict[str, ListedObject]()
         joining = 0
         for entry in sorted(self.run.brief.list(ISLAND, most=MOST_LISTED), key=_age):
             incarnation = incarnation_of(entry.name)
@@ -186,7 +186,7 @@ class Reader:
             self._bins[number] = one
 
 
-def _age(entry: Entry) -> float:
+def _age(entry: ListedObject) -> float:
     return entry.age
 
 

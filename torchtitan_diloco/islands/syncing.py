@@ -41,7 +41,7 @@ from torchtitan_diloco.islands.rules.jobs import (
     Fetch,
     Job,
     Load,
-    Merge,
+    MergeParts,
     Settle,
     Snapshot,
     Upload,
@@ -324,7 +324,7 @@ class Term:
         match job:
             case Commit():
                 self._commits.put(job)
-            case Load() | Merge() | Settle() | Snapshot():
+            case Load() | MergeParts() | Settle() | Snapshot():
                 self._work.submit(job.fragment, partial(self._fragments.do, job))
             case Adopt():
                 self._work.submit("found", partial(self._fragments.adopt, job))

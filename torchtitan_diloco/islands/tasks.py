@@ -26,7 +26,7 @@ from torchtitan_diloco.islands.rules.jobs import (
     Fetch,
     Job,
     Load,
-    Merge,
+    MergeParts,
     Record,
     Settle,
     Snapshot,
@@ -135,7 +135,7 @@ class FragmentTasks:
         match job:
             case Load():
                 self._load(job)
-            case Merge():
+            case MergeParts():
                 self._merge(job)
             case Settle():
                 self._settle(job)
@@ -257,7 +257,7 @@ class FragmentTasks:
             for key in [key for key in self._parts if key not in needed]:
                 self._spares.give(self._parts.pop(key))
 
-    def _merge(self, job: Merge) -> None:
+    def _merge(self, job: MergeParts) -> None:
         fragment = job.fragment
         scratch = self.scratch
         assert fragment not in self._merged, "two versions beside the one that counts"

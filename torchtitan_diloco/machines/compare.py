@@ -38,7 +38,7 @@ from torchtitan_diloco.machines.trial import (
     StepTimes,
     Trial,
     doubts_about,
-    is_measured,
+    has_enough_steps,
     warm,
 )
 from torchtitan_diloco.planner.plan import parse_bandwidth, parse_duration, quantity, variant_text
@@ -278,7 +278,7 @@ def _measure_steps(
         say(f"this machine is ready; waiting for {pair.other}")
         pair.exchange("ready", trial.check)
     begun = time.time()
-    is_enough = partial(is_measured, seconds=seconds)
+    is_enough = partial(has_enough_steps, seconds=seconds)
     trial.wait_for_steps(since=begun, is_enough=is_enough, meanwhile=look)
     if pair is not None:
         pair.exchange("measured", trial.check)  # it trains until the other has measured, too

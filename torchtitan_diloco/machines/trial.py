@@ -142,7 +142,7 @@ def warm(steps: Sequence[Step]) -> Sequence[Step]:
     return steps
 
 
-def is_measured(steps: Sequence[Step], seconds: float) -> bool:
+def has_enough_steps(steps: Sequence[Step], seconds: float) -> bool:
     """Return whether steps were measured for so long, after as long to warm up, and vary so little
     that more of them change nothing, or were measured for long enough."""
     took = sum(step.seconds for step in steps)
@@ -245,7 +245,7 @@ class Trial:
         """Return each step that ended after a given time, except the first ones."""
         records = read_json_lines(self._records)[0] if self._records.exists() else []
         return [
-            step_of(record, self._log_every)
+            step_of_record(record, self._log_every)
             for record in records
             if record.get("worker/steps")
             and record["step"] > WARM_UP_STEPS
@@ -271,7 +271,7 @@ class Trial:
             time.sleep(0.2)
 
 
-def step_of(record: Record, log_every: int) -> Step:
+def step_of_record(record: Record, log_every: int) -> Step:
     """Return the step of a record, as a run takes it that writes one after every `log_every` steps.
 
     Beside training and waiting for other ranks, a trial spends the time of a step on its record.

@@ -37,7 +37,7 @@ def generate(
     found = [list[int]() for _ in prompts]
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]
     unfinished = list(range(len(prompts)))
-    reader = Reader(
+    reader = ContextReader(
         model,
         vocab_size=vocab_size,
         sequence_length=sequence_length,
@@ -84,7 +84,7 @@ def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
     return int(torch.multinomial(scaled.softmax(dim=0), 1, generator=generator))
 
 
-class Reader:
+class ContextReader:
     """Reads contexts that grow, and with a cache only what is new in them.
 
     A cache holds contexts from their first token on. If one has lost its first token, as it was as

@@ -25,7 +25,7 @@ from torchtitan_diloco.base.hardware import GIB, PEAK_BF16_FLOPS
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.metrics import GRADIENTS, all_reduce_bytes
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
-from torchtitan_diloco.components.traffic import Traffic, traffic_of
+from torchtitan_diloco.components.traffic import RunTraffic, traffic_of
 from torchtitan_diloco.config.loader import load_config, shipped_configs
 from torchtitan_diloco.config.parts import OPTIMIZERS
 from torchtitan_diloco.config.schema import Config
@@ -299,7 +299,7 @@ class Workload:
         *blocks, outside = self.fragments(Fragments("sequential", layers_per_fragment=1))
         return (*reversed(blocks), outside)
 
-    def traffic(self, diloco: DiLoCoConfig) -> Traffic:
+    def traffic(self, diloco: DiLoCoConfig) -> RunTraffic:
         """Return the traffic of the run with these settings."""
         return traffic_of(replace(self.config, diloco=diloco), self.plan, self.model)
 

@@ -44,18 +44,18 @@ from torchtitan_diloco.store.errors import (
 )
 from torchtitan_diloco.store.large import LargeObjects
 from torchtitan_diloco.store.location import open_store
-from torchtitan_diloco.store.store import MOST_BYTES, Entry, Found, Kind, Store
+from torchtitan_diloco.store.store import MOST_BYTES, Found, Kind, ListedObject, Store
 
 __all__ = [
     "MOST_BYTES",
     "AwayError",
     "ClosedError",
     "DamagedObjectError",
-    "Entry",
     "Found",
     "FullError",
     "Kind",
     "LargeObjects",
+    "ListedObject",
     "RefusedError",
     "Store",
     "StoreError",

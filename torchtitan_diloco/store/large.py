@@ -19,7 +19,7 @@ import msgspec
 
 from torchtitan_diloco.base.untrusted import decode_json
 from torchtitan_diloco.store.errors import DamagedObjectError, StoreError
-from torchtitan_diloco.store.store import MOST_BYTES, Buffer, Entry, Store, checksum
+from torchtitan_diloco.store.store import MOST_BYTES, Buffer, ListedObject, Store, checksum
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -201,7 +201,7 @@ class LargeObjects:
             ) from error
         return head
 
-    def _chunks(self, name: str, root: str = "") -> list[Entry]:
+    def _chunks(self, name: str, root: str = "") -> list[ListedObject]:
         """Return the chunks of a name that are stored."""
         entries = self._store.list(f"{name}.{root}")
         return [entry for entry in entries if _CHUNK.fullmatch(entry.name[len(name) :])]

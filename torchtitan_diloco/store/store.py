@@ -92,7 +92,7 @@ class Found(NamedTuple):
     system may show a reader an older content for some seconds."""
 
 
-class Entry(NamedTuple):
+class ListedObject(NamedTuple):
     name: str
     size: int
     """Bytes of the content."""
@@ -240,7 +240,7 @@ class Store:
             )
         return digest
 
-    def list(self, prefix: str, after: str = "", most: int | None = None) -> list[Entry]:
+    def list(self, prefix: str, after: str = "", most: int | None = None) -> list[ListedObject]:
         """Return the sorted objects whose names start with `prefix` and follow `after`.
 
         `most`: return any so many of them, so that a writer of a million does not delay a reader.
@@ -249,7 +249,7 @@ class Store:
         check_prefix(after)
         objects = self._attempts.run("list", prefix, lambda: self.backend.list(prefix, after, most))
         return [
-            Entry(
+            ListedObject(
                 listed.name,
                 size=max(0, listed.size - SEAL_BYTES),
                 age=self._age(listed.modified),

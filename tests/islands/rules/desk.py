@@ -23,7 +23,7 @@ from torchtitan_diloco.islands.rules.jobs import (
     Fetch,
     Job,
     Load,
-    Merge,
+    MergeParts,
     Record,
     Settle,
     Snapshot,
@@ -81,7 +81,7 @@ class Desk:
         self.now = 0.0
         self.syncer = Syncer(state, "session", self.now, wall)
         self.decisions = [state]
-        self.merges: list[Merge] = []
+        self.merges: list[MergeParts] = []
         self.deleted: list[str] = []
         self.settled: list[Settle] = []
         self.history: list[Bin] = []
@@ -156,7 +156,7 @@ class Desk:
                 syncer.on_loaded(job.fragment)
             case Fetch():
                 syncer.on_part(job.incarnation, job.part, self.fate)
-            case Merge():
+            case MergeParts():
                 self.merges.append(job)
                 norms = [self.norms.get(one.incarnation, 1.0) for one in job.parts]
                 if not self.merges_last and syncer.on_norms(job.fragment, norms):

@@ -21,7 +21,7 @@ from torchtitan_diloco.islands.rules.decision import (
 )
 from torchtitan_diloco.islands.rules.history import decode_bin
 from torchtitan_diloco.islands.rules.island import ENDED, LEFT, Island
-from torchtitan_diloco.islands.rules.jobs import Merge
+from torchtitan_diloco.islands.rules.jobs import MergeParts
 from torchtitan_diloco.islands.rules.names import (
     CHANGE,
     HISTORY,
@@ -69,7 +69,7 @@ class Simulation:
         self.decisions: list[Decision] = []
         """Those that count, in order."""
         self.parts: dict[tuple[str, int, int], Part] = {}
-        self.merges: dict[tuple[str, int, int], Merge] = {}
+        self.merges: dict[tuple[str, int, int], MergeParts] = {}
         self.versions: list[tuple[float, int, list[tuple[int, Part]], bool]] = []
         """Time, fragment, parts by slot, whether all ready were in."""
         self.known: dict[tuple[int, int], set[str]] = {}

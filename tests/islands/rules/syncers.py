@@ -23,7 +23,7 @@ from torchtitan_diloco.islands.rules.jobs import (
     Fetch,
     Job,
     Load,
-    Merge,
+    MergeParts,
     Record,
     Settle,
     Snapshot,
@@ -190,7 +190,7 @@ class SyncerProcess(Process):
                     self.world.store.delete(name)
             case Load():
                 self.enqueue(job.fragment, self.load(job))
-            case Merge():
+            case MergeParts():
                 self.enqueue(job.fragment, self.merge(job))
             case Snapshot():
                 self.enqueue(job.fragment, self.snapshot(job))
@@ -296,7 +296,7 @@ class SyncerProcess(Process):
         assert self.machine is not None
         self.machine.on_part(job.incarnation, part, fate)
 
-    def merge(self, job: Merge) -> Thread:
+    def merge(self, job: MergeParts) -> Thread:
         yield self.world.random.uniform(0, 0.05)
         assert self.machine is not None
         payloads = [self.fetched[one.incarnation, one.part] for one in job.parts]

@@ -1,4 +1,4 @@
-"""What an island does as it trains, case by case. Each was a hole in the first rules."""
+"""An island follows the rules as it trains, in cases that the first rules did not cover."""
 
 import msgspec
 import pytest

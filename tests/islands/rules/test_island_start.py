@@ -1,4 +1,4 @@
-"""What an island starts from, case by case: a checkpoint, copies of others, or nothing."""
+"""An island starts from the right state: its checkpoint, copies of others, or nothing."""
 
 import msgspec
 import pytest

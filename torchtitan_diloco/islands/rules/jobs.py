@@ -49,14 +49,14 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class Merge:
+class MergeParts:
     """Average parts in this order, step the outer optimizer, encode the update: `on_norms`, and
     `on_merged` if the result counts.
 
     The learning rate is that at `clock`, the tokens of the fragment with these parts, scaled by the
-    weight of the parts over `weight_of_all`. The new state
-    stands beside the one before it until a `Settle`, so that nothing has to be undone. If the
-    result is not finite, it is dropped, with its momentum.
+    weight of the parts over `weight_of_all`. The new state stands beside the one before it until a
+    `Settle`, so that nothing has to be undone. If the result is not finite, it is dropped, with its
+    momentum.
     """
 
     fragment: int
@@ -109,7 +109,7 @@ class DeleteObjects:
 
 
 Job: TypeAlias = (
-    Commit | Adopt | Load | Fetch | Merge | Settle | Snapshot | Upload | Record | DeleteObjects
+    Commit | Adopt | Load | Fetch | MergeParts | Settle | Snapshot | Upload | Record | DeleteObjects
 )
 
 

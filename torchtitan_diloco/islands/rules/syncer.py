@@ -30,7 +30,7 @@ from torchtitan_diloco.islands.rules.jobs import (
     DeleteObjects,
     Fetch,
     Job,
-    Merge,
+    MergeParts,
     Record,
     Settle,
     Snapshot,
@@ -441,7 +441,7 @@ class Syncer:
         if one.merging:
             version, parts = one.shared.version + 1, tuple(one.merging)
             clock = one.shared.clock + sum(merged.part.weight for merged in parts)
-            self._jobs.append(Merge(one.fragment, version, parts, one.weight_of_all, clock))
+            self._jobs.append(MergeParts(one.fragment, version, parts, one.weight_of_all, clock))
 
     def _copy_if_due(self, shared: SharedFragment, number: int) -> None:
         """Write copy and outer state if they are due and the last ones are written."""
