@@ -106,3 +106,23 @@ def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Console())
     say("error: no")
     assert written == ["error: no\n"]
+
+
+def test_a_signal_in_a_hook_of_a_fork_ends_the_process() -> None:
+    """Python drops what the handler raises there."""
+    program = """
+import os, signal, time
+from torchtitan_diloco.base.process import ExitSignals
+signals = ExitSignals()
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGTERM))
+if os.fork() == 0:
+    os._exit(0)
+print("continues", flush=True)
+while True:
+    signals.check()
+    time.sleep(0.01)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "continues\n"), ended.stderr

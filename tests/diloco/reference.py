@@ -1,7 +1,7 @@
 """Slow single-process implementation for M workers, to be read with Algorithm 2 of 2501.18512.
 
 Tests compare StreamingDiLoCo with it. Its outer step is torch's optimizer, so that it does not
-share mistakes with arithmetic.py.
+share mistakes with outer_step.py.
 """
 
 from collections.abc import Callable, Sequence

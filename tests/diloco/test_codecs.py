@@ -262,6 +262,13 @@ def test_golden_payloads(line: str) -> None:
     assert bytes(encoded(build(name, block_size=16), GOLDEN_INPUT).tolist()).hex() == payload
 
 
+def test_every_format_has_its_bits_here() -> None:
+    """fp32 has those of the values themselves. Add the lines that are missing."""
+    golden = {line.split()[0] for line in GOLDEN.strip().splitlines()}
+    assert golden == FORMATS.keys() - {"fp32"}
+    assert LAYOUTS.keys() == {*BLOCK_CODECS} - {"int8"}
+
+
 def test_bits_per_parameter() -> None:
     wires = {
         Quantization("fp4_e3m0"): 4.125,

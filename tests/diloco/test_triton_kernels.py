@@ -234,7 +234,7 @@ def _compile_all(cache: Path) -> None:
     kernels.encode_largest(torch.zeros(64 * UNIT + 1), room, 10)
     for index, name in enumerate(BLOCK_CODECS):
         length = 64 * UNIT + index % 2
-        codec = build(name, block_size=BLOCK_SIZES[index])
+        codec = build(name, block_size=BLOCK_SIZES[index % len(BLOCK_SIZES)])
         assert isinstance(codec, BlockCodec)
         payload = torch.zeros(codec.wire_bytes(length), dtype=torch.uint8)
         values = torch.zeros(length)

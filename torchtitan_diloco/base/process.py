@@ -50,6 +50,29 @@ def run_and_exit(main: Callable[[list[str]], int], arguments: list[str]) -> NoRe
     os._exit(code)
 
 
+class ExitSignals:
+    """Let signals end this process with a SystemExit, which `check` raises again.
+
+    Python drops what a handler raises in a hook of a fork or in a finalizer. Therefore, what runs
+    until a signal comes calls `check` now and then.
+    """
+
+    def __init__(self) -> None:
+        self._has_come = False
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self._exit)
+
+    def _exit(self, *_: object) -> None:
+        self._has_come = True
+        sys.exit()
+
+    def check(self) -> None:
+        """Raise a SystemExit if a signal has come."""
+        if self._has_come:
+            sys.exit()
+
+
 def raise_on_interrupt() -> None:
     """Raise KeyboardInterrupt on Ctrl-C again, for a command that then has something to do."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:

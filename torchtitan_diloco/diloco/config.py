@@ -118,8 +118,8 @@ class Quantization(Section):
     stay in the worker's parameters until they are large enough. `topk` needs the outer `sgd`
     with lr 1, ignores `mixing` below 1, and takes 4 bytes more per parameter."""
     block_size: Positive = 64
-    """Values that share one 8-bit scale: 16, 32, 64, 128, 256, 512 or 1024. Only for formats of 8
-    bits or fewer."""
+    """Values that share one 8-bit scale: 16, 32, 64, 128, 256, 512 or 1024. Only for formats of 4
+    and 8 bits."""
     top_values: Positive = 16
     """How many of every 1,024 values `topk` sends, an even number up to 256."""
 

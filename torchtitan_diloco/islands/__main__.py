@@ -18,7 +18,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from torchtitan_diloco.base.process import STOP_SIGNALS, run_and_exit
+from torchtitan_diloco.base.process import ExitSignals, run_and_exit
 from torchtitan_diloco.base.registry import add_imports_option
 from torchtitan_diloco.base.user import (
     USER_ERROR,
@@ -122,9 +122,6 @@ def _serve(options: argparse.Namespace) -> None:
         from torchtitan_diloco.islands.bucket_server import serve
     except ImportError:
         raise UserError(f"install obstore: {install_command('islands')}") from None
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda *_: sys.exit())
     serve(
         options.folder,
         address=options.address,
@@ -132,6 +129,7 @@ def _serve(options: argparse.Namespace) -> None:
         port=options.port,
         with_syncer=not options.no_syncer,
         http=options.http,
+        check=ExitSignals().check,
         say=say,
     )
 

@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -42,7 +43,7 @@ LOOK_SECONDS, WAITING_SECONDS = 0.5, 5.0
 STOP_SECONDS = 3.0
 """SeaweedFS does not end on SIGTERM while it has connections."""
 STARTS = 3
-"""Attempts to start SeaweedFS on ports that were free a moment before."""
+"""Attempts to start SeaweedFS, whose ports were free a moment before."""
 FIRST = "test-first"
 """Name of the object that is stored to see whether SeaweedFS is ready."""
 TEST_SECONDS = 60.0
@@ -51,10 +52,20 @@ TEST_SECONDS = 60.0
 class BucketServer:
     """SeaweedFS in a folder and the syncer of its run, started again whenever they end."""
 
-    def __init__(self, folder: BucketFolder, weed: Seaweed, *, with_syncer: bool, say: Say) -> None:
-        """`say`: receives a line about what happens."""
+    def __init__(
+        self,
+        folder: BucketFolder,
+        weed: Seaweed,
+        *,
+        with_syncer: bool,
+        check: Callable[[], None],
+        say: Say,
+    ) -> None:
+        """`check`: raises what ends this process, if a signal has come. `say`: receives a line
+        about what happens."""
         self.folder = folder
         self._weed = weed
+        self._check = check
         self._say = say
         self.syncer = self._build_syncer() if with_syncer else None
         self.seaweed = Child("SeaweedFS", self._launch, say, weed.why)
@@ -65,18 +76,18 @@ class BucketServer:
     def start(self) -> None:
         """Start SeaweedFS, and wait until it has stored an object."""
         self._check_disk()
-        for _ in range(STARTS):
+        for attempt in range(1, STARTS + 1):
             self.seaweed.start()
-            if self._becomes_ready():
+            code = self._wait_until_ready()
+            if code is None:
                 break
-            why = self._weed.why() or f"its log is in {self.folder.server / 'log'}"
-            if "in use" not in why:
+            why = self._weed.why()
+            may_pass = not why or "in use" in why  # ports that were free a moment before
+            if not may_pass or attempt == STARTS:
+                why = (
+                    why or f"it ended with code {code}; its log is in {self.folder.server / 'log'}"
+                )
                 raise UserError(f"{self.folder.path}: SeaweedFS did not start: {why}")
-        else:
-            raise UserError(
-                f"{self.folder.path}: SeaweedFS did not start: {why}; try again, as ports that "
-                "were free are taken"
-            )
         self._weed.flush_contents()
         store = self._open(TEST_SECONDS)
         try:
@@ -90,6 +101,7 @@ class BucketServer:
         while True:
             if self.syncer is not None:
                 self.syncer.runs()
+            self._check()
             time.sleep(LOOK_SECONDS)
             if not self.seaweed.runs():
                 is_ready = False
@@ -123,14 +135,15 @@ class BucketServer:
             may_end=False,
         )
 
-    def _becomes_ready(self) -> bool:
-        """Wait until SeaweedFS has stored an object. Return False if it has ended."""
+    def _wait_until_ready(self) -> int | None:
+        """Wait until SeaweedFS has stored an object, or has ended. Return its exit code then."""
         began = said = time.monotonic()
         assert self.seaweed.process is not None
-        while self.seaweed.process.poll() is None:
+        while (code := self.seaweed.process.poll()) is None:
+            self._check()
             problem = self._problem()
             if not problem:
-                return True
+                break
             now = time.monotonic()
             if now - said >= WAITING_SECONDS:
                 said = now
@@ -138,7 +151,7 @@ class BucketServer:
                     f"waiting for {now - began:.0f} s until SeaweedFS stores an object: {problem}"
                 )
             time.sleep(0.2)
-        return False
+        return code
 
     def _problem(self) -> str:
         """Store an object, and return why this failed, or an empty string.
@@ -214,11 +227,13 @@ def serve(
     port: int | None,
     with_syncer: bool,
     http: str | None,
+    check: Callable[[], None],
     say: Say,
 ) -> NoReturn:
     """Serve the bucket of a folder until a signal comes.
 
     `with_syncer`: decide for the run in it, too. `http`: [HOST:]PORT of a page about the run.
+    `check`: raises what ends this process, if a signal has come.
     """
     page_at = None if http is None else page_address(http)
     check_cryptography()
@@ -227,7 +242,9 @@ def serve(
     with folder.serving():
         check_port(folder.settings.host, folder.settings.port)
         folder.save_settings()
-        server = BucketServer(folder, Seaweed(folder), with_syncer=with_syncer, say=say)
+        server = BucketServer(
+            folder, Seaweed(folder), with_syncer=with_syncer, check=check, say=say
+        )
         page: PageServer | None = None
         try:
             say(f"starting SeaweedFS in {folder.path}")
