@@ -85,6 +85,14 @@ METRICS = {
     "worker/step_seconds": _seconds("of the steps", of_job=True),
     "worker/steps": Metric("steps", "in the interval", steps=Merge.SUM),
     "worker/wall_seconds": _seconds("without validations and saves", of_job=True),
+    "world/longest_data_seconds": Metric(
+        "seconds",
+        "longest wait of a rank for the data of one step",
+        Scope.JOB,
+        steps=Merge.MAX,
+        ranks=Merge.MAX,
+        is_slow_at_first=True,
+    ),
 } | OUTER_METRICS
 
 

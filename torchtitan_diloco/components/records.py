@@ -275,7 +275,7 @@ class RecordFiles:
                 board.add_text(record.step, "verdicts", text)
 
     def _shown(self, record: Record) -> Iterator[tuple[str, float]]:
-        """Yield the values for the boards. The speed of the first step is an outlier."""
+        """Yield the values for the boards, without outliers of the first step."""
         is_first = record["step"] == self._first_step
         for name, value in record.items():
             metric = metric_of(name)

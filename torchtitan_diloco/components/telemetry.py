@@ -242,6 +242,7 @@ class Telemetry:
         seconds = time.perf_counter() - started
         compute = seconds - (self._waited() - waited)
         queued = queued_seconds() - queued
+        data = self._counted("worker/data_seconds") - data
         self._count(
             steps=1,
             skipped_steps=float(self._last.skipped),
@@ -250,7 +251,8 @@ class Telemetry:
             queued_seconds=queued,
         )
         self._compute_squares += compute**2
-        self._steps.append((compute, self._counted("worker/data_seconds") - data, queued))
+        self._interval.add({"world/longest_data_seconds": data})
+        self._steps.append((compute, data, queued))
         rounds = self.outer.rounds()  # at every step, as it keeps only the latest
         self._rounds = [*self._rounds, *rounds]
         self.applied = rounds
