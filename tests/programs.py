@@ -1,9 +1,10 @@
 """Start the commands of this package in processes that need not import torch.
 
-A program is a fork of the server of `tests.processes`, and so are the modules of this package that
-it starts itself, such as the ranks of a launcher: a new interpreter takes seconds to import torch.
-Arguments, variables, output, signals, parents and exit codes are those of new interpreters, which
-the tests of `tests/launching`, `tests/test_docs.py` and `tests/test_wheel.py` start.
+A program is a fork of the server of `tests.processes`, and so is the Python that it starts itself,
+such as the ranks of a launcher: a new interpreter takes seconds to import torch. Arguments,
+variables, output, signals, parents and exit codes are those of new interpreters, which the tests of
+`tests/launching`, `tests/test_docs.py` and `tests/test_wheel.py` start. In Linux, the name of the
+process is that of the module and its first words.
 """
 
 import multiprocessing as mp
@@ -15,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -154,7 +156,7 @@ def popen(args: Any, **options: Any) -> Any:
 
 
 class Fork(subprocess.Popen[Any]):
-    """A Popen that runs the modules of this package in forks of this process.
+    """A Popen that runs modules of this package, and files, in forks of this process.
 
     Popen calls `preexec_fn` right before it would execute a program, and this one does not return.
     """
@@ -177,15 +179,18 @@ class Fork(subprocess.Popen[Any]):
 
 
 def _module_of(command: Any) -> tuple[str, list[str], bool] | None:
-    """Return the module of this package that a command runs, its arguments, and whether its output
-    has no buffer."""
+    """Return what a command runs in Python, if that is a module of this package or a file, with
+    its arguments, and whether its output has no buffer."""
     words = [command] if isinstance(command, str) else [str(word) for word in command]
-    is_unbuffered = words[1:2] == ["-u"]
-    at = 1 + is_unbuffered
-    if words[0] != sys.executable or words[at : at + 1] != ["-m"]:
+    if words[0] != sys.executable:
         return None
-    module, *arguments = words[at + 1 :]
-    return (module, arguments, is_unbuffered) if module.partition(".")[0] in FORKED else None
+    is_unbuffered = words[1:2] == ["-u"]
+    match words[1 + is_unbuffered :]:
+        case ["-m", module, *arguments] if module.partition(".")[0] in FORKED:
+            return module, arguments, is_unbuffered
+        case [path, *arguments] if path.endswith(".py"):
+            return path, arguments, is_unbuffered
+    return None
 
 
 def _run_in_place(
@@ -251,9 +256,18 @@ def _run(
     for module in (subprocess, subprocess_handler):
         module.Popen = Fork  # type: ignore[attr-defined]
 
+    title = f"{main.rpartition('.')[2]} " if isinstance(main, str) else ""
+    with suppress(OSError):  # only Linux has it
+        Path("/proc/self/comm").write_text(f"{title}{' '.join(words)}"[:15])
+
     def run_module(_: list[str]) -> int:
-        warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
-        runpy.run_module(str(main), run_name="__main__", alter_sys=True)
+        name = str(main)
+        if name.endswith(".py"):
+            sys.path.insert(0, str(Path(name).parent))
+            runpy.run_path(name, run_name="__main__")
+        else:
+            warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
         return 0
 
     run_and_exit(run_module if isinstance(main, str) else main, words)

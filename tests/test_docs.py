@@ -1,7 +1,8 @@
 """Run every command of the README and of docs/ as printed, in a new shell without an environment.
 
 The checkout has links to the files of the repository, and a `.venv` that finds the packages of this
-Python, as one that is set up. `.ci/walk` begins with nothing, and shortens nothing: 20 minutes.
+Python, as one that is set up. On all pages but the README, whose commands start new interpreters,
+it runs this package in forks. `.ci/walk` begins with nothing, and shortens nothing: 20 minutes.
 """
 
 import json
@@ -20,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tests.conftest import REPOSITORY
+from tests.interpreter import package_in_forks
 from torchtitan_diloco.base.hardware import NEWEST_TORCH
 from torchtitan_diloco.cli import COMMANDS
 from torchtitan_diloco.components.metrics import BASELINE
@@ -42,9 +44,9 @@ SMALL = (
     "--model.layers 2 --training.batch_size 2 --training.sequence_length 64 "
     "--validation.sequences 8 --metrics.boards none"
 )
-"""What every training gets as well."""
+"""Settings that every training gets as well."""
 SHORT = "--training.steps 12 --lr_schedule.warmup 1"
-"""What one that does not set its length gets, too, instead of 1,000 steps, which take minutes."""
+"""Settings of one that does not set its length, instead of 1,000 steps, which take minutes."""
 ELSEWHERE = {
     ("AGENTS.md", ".ci/run"): "an hour; tests/test_release.py",
     ("algorithm.md", "my_formats"): "a file of yours; tests/diloco/test_added.py",
@@ -146,6 +148,21 @@ def run(command: str, checkout: Path) -> str:
 )
 def test_blocks_run_as_printed(page: Path, checkout: Path) -> None:
     """One after the other, as they follow on each other."""
+    if page != README:
+        with package_in_forks(checkout / ".venv"):
+            run_blocks(page, checkout)
+        return
+    shown = run_blocks(page, checkout)
+    check_the_first_run(shown["./run_train.sh"])
+    for command in shown:
+        words = shlex.split(command)
+        if words[0] == "./run_train.sh" and not {"--help", "--print-config"} & {*words}:
+            config = from_command_line(words[1:])
+            assert run_warnings(config, config.training.steps) == [], command
+
+
+def run_blocks(page: Path, checkout: Path) -> dict[str, str]:
+    """Run the commands and the programs of a page, and return what each command has printed."""
     shown: dict[str, str] = {}
     for block in blocks(page):
         whole = "<<" in block
@@ -156,13 +173,7 @@ def test_blocks_run_as_printed(page: Path, checkout: Path) -> None:
         if "outputs/" in program:
             (checkout / "program.py").write_text(program)
             run(".venv/bin/python program.py", checkout)
-    if page == README:
-        check_the_first_run(shown["./run_train.sh"])
-        for command in shown:
-            words = shlex.split(command)
-            if words[0] == "./run_train.sh" and not {"--help", "--print-config"} & {*words}:
-                config = from_command_line(words[1:])
-                assert run_warnings(config, config.training.steps) == [], command
+    return shown
 
 
 def check_the_first_run(output: str) -> None:

@@ -15,6 +15,7 @@ def measure_here(name: str, *how: Any) -> train_step.Result:
     return train_step.measure([name], *how)[0]
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("name", gpu.PARTS)
 def test_every_part_works(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = core.train

@@ -163,6 +163,7 @@ def test_text_has_each_file_once_and_is_kept(
     assert scale.prepare_text(tmp_path / "other", text.settings["data.corpus"], "bytes") == text
 
 
+@pytest.mark.usefixtures("forks")
 def test_the_command_measures_records_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,67 +3,62 @@
 import os
 import re
 import shlex
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
 
-from benchmarks.network import Program, wait_until
+from benchmarks.network import enter, wait_until
 from tests.conftest import REPOSITORY
 from tests.network import network_of
 from tests.ports import free_port
+from tests.programs import Main, Program
 from torchtitan_diloco.base.hardware import available_cores
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components import run_plan
 from torchtitan_diloco.config import from_command_line
+from torchtitan_diloco.launching.launch import main as launch
 from torchtitan_diloco.machines import compare, trial
 from torchtitan_diloco.machines.trial import Trial
 from torchtitan_diloco.planner.prediction import Workload
 
 SMALL = shlex.split(
     "--config debug --run.device cpu --model.layers 2 --training.batch_size 2 "
-    "--training.sequence_length 64 --training.steps 200"
+    "--training.sequence_length 64 --training.steps 200 "
+    f"--data.cache_folder '{REPOSITORY}/.cache/corpora'"  # a trial may run in another folder
 )
 QUICK = ["--seconds", "0.5s", "--diloco.link.streams", "2"]
 ROW = re.compile(r"\| (\* )?(\S.*?) +\| ([\d,.]+)[\d,. ]* +\| [\d. ]+ +\| [\d.x ]+ ")
 
 
-ON_BUSY_CORES = """
-import sys
-from torchtitan_diloco.machines import compare
-compare.doubts_about = lambda names, times: ()
-sys.exit(compare.main())
-"""
-"""`compare` that gives advice after few steps, on cores that other tests use."""
+def compare_on_busy_cores(words: list[str]) -> int:
+    """Run `compare`, and give advice after few steps, on cores that other tests use."""
+    with patch.object(compare, "doubts_about", lambda *_: ()):
+        return compare.main([*SMALL, *QUICK, *words])
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-c", ON_BUSY_CORES, *SMALL, *QUICK, *words]
-
-
-def environment(**more: str) -> Mapping[str, str]:
-    return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | more
-
-
-@contextmanager
-def started(folder: Path, words: Sequence[str]) -> Iterator[Program]:
+def started(folder: Path, words: Sequence[str]) -> Program:
+    """Start `compare` in a folder. It is killed at the end of its context."""
     folder.mkdir(exist_ok=True)
-    with (folder / "log.txt").open("wb") as output:
-        process = subprocess.Popen(
-            words, cwd=folder, env=environment(), stdout=output, stderr=subprocess.STDOUT
-        )
-    program = Program(process, folder / "log.txt")
-    try:
-        yield program
-    finally:
-        program.kill()
+    return Program(
+        folder / "log.txt",
+        words,
+        main=compare_on_busy_cores,
+        folder=folder,
+        variables=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def inside(holder: int, main: Main, words: list[str]) -> int:
+    """Run a program in the network of another process."""
+    enter(holder)
+    return main(words)
 
 
 def rows_of(printed: str) -> dict[str, float]:
@@ -103,9 +98,10 @@ def start_line(printed: str) -> tuple[dict[str, str], list[str]]:
 def test_two_machines_are_compared(tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     places = tmp_path / "first", tmp_path / "second"
-    words = command("--endpoint", endpoint)
+    words = ["--endpoint", endpoint]
     with started(places[0], [*words, "--listen"]) as first, started(places[1], words) as second:
-        assert [first.wait(280), second.wait(280)] == [0, 0], first.printed() + second.printed()
+        for program in (first, second):
+            program.end()
         check_answer(first.printed(), second.printed())
         for rank, program in enumerate((first, second)):
             variables, line = start_line(program.printed())
@@ -121,16 +117,25 @@ def test_two_machines_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_two_machines_with_a_slow_link_and_the_line_that_starts_them(tmp_path: Path) -> None:
-    with network_of(2, up=20, down=20) as network:
+    with network_of(2, up=20, down=20) as network, ExitStack() as started:
+
+        def start(machine: int, name: str, main: Main, words: list[str], **more: str) -> Program:
+            """Start a program on a machine."""
+            variables = {"OMP_NUM_THREADS": "1", **network.rank_variables(machine), **more}
+            program = Program(
+                tmp_path / f"{machine}/{name}.txt",
+                words,
+                main=partial(inside, network.namespace(machine).pid, main),
+                variables=os.environ | variables,
+            )
+            return started.enter_context(program)
+
         programs = []
         for machine in range(2):
-            folder = tmp_path / str(machine)
-            folder.mkdir()
-            words = command("--endpoint", f"{network.address(0)}:29500")
-            words += ["--write", str(folder / "best.toml"), *["--listen"] * (machine == 0)]
-            programs.append(network.launch(machine, words, folder / "log.txt"))
-        assert [one.wait(280) for one in programs] == [0, 0], programs[0].printed()
-        printed = [one.printed() for one in programs]
+            words = ["--endpoint", f"{network.address(0)}:29500", *["--listen"] * (machine == 0)]
+            words += ["--write", str(tmp_path / f"{machine}/best.toml")]
+            programs.append(start(machine, "compare", compare_on_busy_cores, words))
+        printed = [program.end() for program in programs]
         check_answer(*printed)
         assert "bit/s with 2 TCP streams in the slower direction" in printed[0]
         rows = rows_of(printed[0])
@@ -141,15 +146,16 @@ def test_two_machines_with_a_slow_link_and_the_line_that_starts_them(tmp_path: P
         runs = []
         for machine in range(2):
             variables, words = start_line(printed[machine])
+            assert words[1:4] == ["-m", "torchtitan_diloco", "train"]
             more = ["--training.steps", "12", "--run.folder", str(tmp_path / f"run-{machine}")]
             more += ["--validation.every", "0", "--metrics.boards", "none"]
-            log = tmp_path / f"run-{machine}.txt"
-            runs.append(network.launch(machine, [*words, *more], log, **variables))
-        assert [one.wait(200) for one in runs] == [0, 0], runs[0].printed()
-        assert "step 12/12  loss" in runs[0].printed()
+            runs.append(start(machine, "run", launch, [*words[4:], *more], **variables))
+        first, _ = [run.end() for run in runs]
+        assert "step 12/12  loss" in first
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.usefixtures("forks")
 def test_one_machine_answers_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,38 +296,33 @@ def test_a_run_has_the_threads_that_were_measured(
 def test_the_other_machine_ends(tmp_path: Path) -> None:
     """With an error, which both say, or killed in a measurement, of which nothing stays."""
     endpoint = f"127.0.0.1:{free_port()}"
-    listens = [*command("--endpoint", endpoint), "--listen"]
-    other = command("--endpoint", endpoint, "--diloco.sync_every", "20")
+    listens = ["--endpoint", endpoint, "--listen"]
+    other = ["--endpoint", endpoint, "--diloco.sync_every", "20"]
     with started(tmp_path / "a", listens) as first, started(tmp_path / "b", other) as second:
-        assert (first.wait(), second.wait()) == (2, 2)
         expected = "diloco.sync_every: 10 on machine 0, 20 on machine 1"
         for program in (first, second):
-            assert f"error: the two machines differ: {expected}" in program.printed()
-    slow = ["--seconds", "1h"]
-    words = command("--endpoint", endpoint, *slow)
+            assert f"error: the two machines differ: {expected}" in program.end(2)
+    words = ["--endpoint", endpoint, "--seconds", "1h"]
     with (
         started(tmp_path / "a", [*words, "--listen"]) as first,
         started(tmp_path / "b", words) as second,
     ):
         ready = "so far, the last of"
-        wait_until(lambda: ready in second.printed(), ready, second.log, 150)
-        second.process.send_signal(signal.SIGKILL)
-        assert first.wait(60) == 2
-        assert "error: machine 1 has ended: its console says why" in first.printed()
-    wait_until(lambda: not trials_of(tmp_path), "the end of the trials", seconds=30)
+        wait_until(lambda: ready in second.printed(), ready, second.console, seconds=150)
+        launchers_and_ranks = 4
+        assert len(processes_in(tmp_path)) >= 2 + launchers_and_ranks
+        second.kill()
+        assert "error: machine 1 has ended: its console says why" in first.end(2)
+    wait_until(lambda: not processes_in(tmp_path), "the end of the trials", seconds=30)
 
 
-def trials_of(folder: Path) -> list[str]:
-    """Return the trials that were started in a folder."""
+def processes_in(folder: Path) -> list[int]:
+    """Return the processes that work in a folder."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (place / "cmdline").read_bytes().decode(errors="replace")
-            inside = (place / "cwd").resolve().is_relative_to(folder)
-        except OSError:
-            continue
-        if inside and "torchtitan-diloco-compare-" in words:
-            found.append(words)
+        with suppress(OSError):  # it has ended
+            if (place / "cwd").resolve(strict=True).is_relative_to(folder):
+                found.append(int(place.name))
     return found
 
 

@@ -61,6 +61,7 @@ def trial_of(*words: str, vocabulary: int = 320) -> Trial:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.usefixtures("forks")
 def test_a_trial_trains_the_share_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NNODES", "7")  # of the run that is to come
     seen = list[list[trial.Step]]()
@@ -100,6 +101,7 @@ def test_a_trial_trains_the_share_of_one_machine(monkeypatch: pytest.MonkeyPatch
         ),
     ],
 )
+@pytest.mark.usefixtures("forks")
 def test_why_a_trial_has_ended(words: list[str], message: str) -> None:
     with trial_of(*words) as failing, pytest.raises(UserError, match=message):
         failing.wait_for_steps(since=0.0, is_enough=bool, meanwhile=lambda _: None)

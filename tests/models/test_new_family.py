@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_file_location
@@ -17,6 +16,7 @@ from tests.components.test_resume import run
 from tests.conftest import REPOSITORY
 from tests.export.reading import validation_of
 from tests.processes import ProcessPool
+from tests.programs import Program
 from tests.test_trainer import curve, records, settings, words
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config import load_config
@@ -35,6 +35,7 @@ from torchtitan_diloco.planner.prediction import Workload
 
 PAGE = (REPOSITORY / "docs/data-and-models.md").read_text()
 NAME = "means"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 STREAMING = {
     "model.flavor": NAME,
     "diloco.method": "streaming",
@@ -85,9 +86,7 @@ def test_the_command_of_the_page_trains_it(text: Path, tmp_path: Path) -> None:
     (command,) = re.findall(rf"^\.venv/bin/torchrun (.* {NAME}\.py .*)$", PAGE, re.M)
     small = settings(text, **STREAMING)
     del small["diloco.workers"], small["diloco.method"], small["model.flavor"]
-    output = run_torchrun(
-        [sys.executable, "-m", "torch.distributed.run", *command.split()], small, tmp_path
-    )
+    output = run_torchrun([*TORCHRUN, *command.split()], small, tmp_path)
     losses = curve(records(Path(small["run.folder"])), "loss/val")
     assert losses[-1] < losses[0]
     (control,) = re.findall(r"to compare with data parallelism, run +(.*)", output)
@@ -97,17 +96,12 @@ def test_the_command_of_the_page_trains_it(text: Path, tmp_path: Path) -> None:
 
 def run_torchrun(command: list[str], chosen: dict[str, str], folder: Path) -> str:
     """Train the model of the page with a command and settings, and return the output."""
-    outcome = subprocess.run(
-        [*command, *words(chosen)],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert outcome.returncode == 0, outcome.stdout
-    assert f"{NAME}, Means, vocabulary 320" in outcome.stdout
-    return outcome.stdout
+    assert command[:3] == TORCHRUN
+    given = [*command[3:], *words(chosen)]
+    with Program(folder / "console.txt", given, main=TORCHRUN[2], folder=folder) as program:
+        output = program.end()
+    assert f"{NAME}, Means, vocabulary 320" in output
+    return output
 
 
 def test_it_trains_in_shards_and_its_checkpoint_is_used(
