@@ -2,6 +2,7 @@
 recorded. That of two places is run by `test_two_places.py`."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.programs import run_program
 
 EXAMPLES = REPOSITORY / "examples"
 TWO_WORKERS = EXAMPLES / "two_workers.ipynb"
@@ -37,7 +39,13 @@ def test_notebooks_are_kept_without_outputs(path: Path) -> None:
 def test_its_cells_run_and_plot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As Jupyter runs them, in one namespace, with runs of half the length."""
+    """As Jupyter runs them, in one namespace, with runs of half the length in forks."""
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        module, *words = command[2:]
+        return run_program(tmp_path / "console.txt", words, main=module)
+
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)  # read again
