@@ -54,8 +54,8 @@ def test_the_page_has_the_logins_of_the_bucket(server: Serving) -> None:
     assert secret not in "\n".join(server.said)
     server.site("--revoke")
     assert page_status(url, SITE, secret) == 401
-    server.program.terminate()
-    server.program.end()
+    server.process.terminate()
+    assert server.wait() == 0
 
 
 def test_a_site_may_not_change_the_run_of_a_bucket(
