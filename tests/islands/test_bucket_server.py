@@ -6,8 +6,8 @@ import socket
 import ssl
 import stat
 import struct
+import subprocess
 import sys
-import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from urllib.error import HTTPError
 
 import pytest
 
+from tests.conftest import REPOSITORY
 from tests.ports import free_port
-from tests.programs import LOOK_SECONDS, Main, Program
 from tests.waiting import wait_until
 from torchtitan_diloco.base.user import USER_ERROR, UserError
 from torchtitan_diloco.islands.__main__ import main
@@ -42,44 +42,40 @@ LOOPBACK = "127.0.0.1", "::1"
 class Serving:
     """A running `islands serve FOLDER`, whose bucket has stored a first object."""
 
-    def __init__(self, folder: Path, *arguments: object, main: Main | str) -> None:
+    def __init__(self, folder: Path, *arguments: object) -> None:
         self.folder = folder
-        self.program = Program(folder.with_suffix(".txt"), ["serve", folder, *arguments], main=main)
+        words = [sys.executable, "-m", "torchtitan_diloco.islands", "serve", folder, *arguments]
+        self.process = subprocess.Popen(
+            list(map(str, words)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=REPOSITORY,
+        )
         self.said = list[str]()
-        """Lines that were read."""
+        self.read_to("the bucket islands is at https://")
 
     def read_to(self, text: str) -> str:
         """Return the next line that begins with a text."""
-        until = time.monotonic() + TIMEOUT
-        while True:
-            has_ended = self.program.poll() is not None
-            lines = self.program.printed().splitlines(keepends=True)[len(self.said) :]
-            for line in lines:
-                if line.endswith("\n"):
-                    self.said.append(line.strip())
-                    if line.startswith(text):
-                        return line.strip()
-            assert not has_ended, self.program.printed()
-            assert time.monotonic() < until, self.program.printed()
-            time.sleep(LOOK_SECONDS)
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line.strip())
+            if line.startswith(text):
+                return line.strip()
+        raise AssertionError("\n".join(self.said))
 
     @property
     def weed(self) -> int:
         """Process id of SeaweedFS."""
-        (found,) = self.children("cmdline", "-s3.config=")
+        (found,) = self.children("-s3.config=")
         return found
 
-    @property
-    def syncers(self) -> list[int]:
-        """Process ids of its syncer, if that runs."""
-        return self.children("comm", "islands sync")
-
-    def children(self, file: str, text: str) -> list[int]:
-        """Return its processes for which a file of Linux has a text."""
-        children = Path(f"/proc/{self.program.pid}/task/{self.program.pid}/children").read_text()
+    def children(self, word: str) -> list[int]:
+        """Return its processes that were started with a word."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         running = [int(word) for word in children.split()]
         with suppress(FileNotFoundError):  # one has just ended
-            return [pid for pid in running if text in Path(f"/proc/{pid}/{file}").read_text()]
+            return [pid for pid in running if word in Path(f"/proc/{pid}/cmdline").read_text()]
         return []
 
     def join_file(self, login: str) -> Path:
@@ -90,20 +86,20 @@ class Serving:
         assert main(["site", str(self.folder), SITE, *words]) == 0
         self.read_to("sites with a login: ")
 
+    def wait(self) -> int:
+        self.process.communicate(timeout=TIMEOUT)
+        return self.process.returncode
+
 
 @contextmanager
-def serving(
-    folder: Path, *arguments: object, main: Main | str = "torchtitan_diloco.islands"
-) -> Iterator[Serving]:
-    """Run the command, or another one in its place, until the bucket has stored an object."""
-    server = Serving(folder, *arguments, main=main)
-    with server.program as program:
-        server.read_to("the bucket islands is at https://")
-        try:
-            yield server
-        finally:
-            program.terminate()
-            program.wait()
+def serving(folder: Path, *arguments: object) -> Iterator[Serving]:
+    server = Serving(folder, *arguments)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.terminate()
+            server.wait()
 
 
 @pytest.fixture(scope="module")
@@ -358,11 +354,11 @@ def test_a_killed_syncer_is_started_again(tmp_path: Path) -> None:
     flags = ["--address", "127.0.0.1", "--port", free_port()]
     with serving(tmp_path / "bucket", *flags) as server:
         server.read_to("the syncer waits for a run")
-        wait_until(lambda: server.syncers, "the syncer")
-        (killed,) = server.syncers
+        wait_until(lambda: server.children("--scratch"), "the syncer")
+        (killed,) = server.children("--scratch")
         os.kill(killed, signal.SIGKILL)
         server.read_to("the syncer ended with code -9; starting it again in 1 s")
-        wait_until(lambda: server.syncers not in ([], [killed]), "the next syncer")
+        wait_until(lambda: server.children("--scratch") not in ([], [killed]), "the next syncer")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -372,14 +368,14 @@ def test_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
     with serving(folder, *flags) as first:
         first.read_to("the syncer waits for a run")
         weed = first.weed
-        wait_until(lambda: first.syncers, "the syncer")
-        started = [weed, *first.syncers]
+        wait_until(lambda: first.children("--scratch"), "the syncer")
+        started = [weed, *first.children("--scratch")]
         made = {path: path.stat() for path in sockets_of(weed)}
         assert main(["serve", str(folder)]) == USER_ERROR, "the folder is served"
         store = open_store(first.join_file("owner"), writes=None, quiet=True)
         assert store.create("run/000000000001", b"decided")
-        first.program.send_signal(number)
-        first.program.end(0 if number == signal.SIGTERM else -number)
+        first.process.send_signal(number)
+        assert first.wait() == (0 if number == signal.SIGTERM else -number)
         store.close()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started), "their ends")
     if number == signal.SIGKILL:
