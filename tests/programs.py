@@ -3,8 +3,7 @@
 A program is a fork of the server of `tests.processes`, and so is the Python that it starts itself,
 such as the ranks of a launcher: a new interpreter takes seconds to import torch. Arguments,
 variables, output, signals, parents and exit codes are those of new interpreters, which the tests of
-`tests/launching`, `tests/test_docs.py` and `tests/test_wheel.py` start. In Linux, the name of the
-process is that of the module and its first words.
+`tests/launching`, the README in `tests/test_docs.py` and `tests/test_wheel.py` start.
 """
 
 import multiprocessing as mp
@@ -16,7 +15,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -255,10 +253,6 @@ def _run(
     sys.argv[1:] = words
     for module in (subprocess, subprocess_handler):
         module.Popen = Fork  # type: ignore[attr-defined]
-
-    title = f"{main.rpartition('.')[2]} " if isinstance(main, str) else ""
-    with suppress(OSError):  # only Linux has it
-        Path("/proc/self/comm").write_text(f"{title}{' '.join(words)}"[:15])
 
     def run_module(_: list[str]) -> int:
         name = str(main)

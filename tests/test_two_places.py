@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.components.test_resume import last
 from tests.programs import Program, run_program
@@ -190,7 +191,7 @@ def test_the_notebook_runs_twice_and_once_more_on_a_new_machine(tmp_path: Path) 
         again.finish()
         assert newest().ended
     assert step_of(last(again.folder)) > int(resumed[1])
-    saved = [saved_by(one) for one in (other, again)]
+    saved = [saved_by(machine) for machine in (other, again)]
     assert saved[0] == saved[1]
 
 
@@ -220,12 +221,13 @@ def test_a_line_says_what_is_wrong_before_anything_starts(
 
 
 def saved_by(machine: Machine) -> Saved:
-    """Return what the last checkpoint of an island says about its run."""
+    """Return what the last checkpoint of an island says about its run, but for its clock, which is
+    its own estimate."""
     outer = read_manifest(last(machine.folder)).outer
     assert outer is not None
     saved = read_saved(outer.island)
     assert saved is not None
-    return saved
+    return replace(saved, clock=0)
 
 
 def taken_in(decision: Decision) -> list[int]:

@@ -46,7 +46,8 @@ def train_and_list(wanted: dict[str, str], rows: Path, dies_before: int = 0) -> 
         if trainer.step + 1 == dies_before:
             folder = Path(wanted["run.folder"])
             folders = [folder / f"worker-{worker}" for worker in range(2)]
-            (folder / f"arrived-{trainer.world.rank}").touch()  # its steps need the other one
+            # Neither dies before the other one has ended its step, which needs both.
+            (folder / f"arrived-{trainer.world.rank}").touch()
             arrived = [folder / f"arrived-{worker}" for worker in range(2)]
             wait_until(
                 lambda: all(map(Path.exists, arrived)) and all(map(is_saved, folders)),

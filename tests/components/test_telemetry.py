@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from tests.components.test_resume import checkpoint
-from tests.distributed.test_world import join
 from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, curve, records, streaming
 from tests.test_trainer import train as train_config
@@ -54,7 +52,7 @@ from torchtitan_diloco.diloco.fragments import Fragment, FragmentParameter
 from torchtitan_diloco.diloco.metrics import OUTER_METRICS
 from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.distributed.collectives import Asked, PendingSum
-from torchtitan_diloco.distributed.world import World, leave_world
+from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.report.run_records import open_runs
 
 SENT = "worker/sent_bytes"
@@ -193,49 +191,6 @@ def test_vitals_say_how_long_training_waits_for_a_core(monkeypatch: pytest.Monke
         assert own.vitals().queued == pytest.approx((12 * 0.5 + 4 * 1.0) / 16)
 
 
-LONGEST = "world/longest_data_seconds"
-
-
-def _wait_for_data(folder: Path, waits: Sequence[Sequence[Sequence[float]]]) -> float:
-    """Log every second step; return the total. `waits`: of ranks, steps and their batches."""
-    world = join(2)
-    steps = waits[world.rank]
-
-    def load() -> Iterator[Any]:
-        for wait in (one for step in steps for one in step):
-            Clock.now += wait
-            yield None
-
-    with patch.object(module, "time", Clock()), telemetry(folder, world=world) as own:
-        batches = own.timed(load())
-        for step, of_batches in enumerate(steps, start=1):
-
-            def train_step(count: int = len(of_batches)) -> StepResult:
-                for _ in range(count):
-                    next(batches)
-                Clock.now += 1.0
-                return TRAINED
-
-            own.measure(train_step)
-            if step % 2 == 0:
-                log(own, step)
-        own.publish(all=True)
-    leave_world(world)
-    return own.totals[LONGEST]
-
-
-def test_the_longest_wait_for_data_is_that_of_a_step_of_any_rank(
-    tmp_path: Path, processes: ProcessPool
-) -> None:
-    """The last rank of the second worker waits longest, for both batches of one step; then the
-    first rank does."""
-    usual = [[0.5, 0.25]] * 4
-    waits = [[*usual[:2], [0.25, 0.75], [0.5, 0.5]], usual, usual, [[0.5, 0.5], [2, 1], *usual[:2]]]
-    assert processes.run(_wait_for_data, 4, tmp_path, waits) == [3.0] * 4
-    for worker in range(2):
-        assert curve(records(tmp_path, worker=worker), LONGEST) == [3.0, 1.0]
-
-
 def test_the_kernel_says_how_long_a_thread_waits_for_a_core() -> None:
     if not Path("/proc/thread-self/schedstat").exists():
         pytest.skip("only Linux says so")
@@ -306,8 +261,9 @@ def test_tensorboard_opens_on_what_matters(tmp_path: Path) -> None:
     assert text == "nats per token, of the workers' own parameters; all workers"
     own_tags = set(second.Tags()["scalars"])
     assert {"sync/mbit_per_second", SENT} < own_tags
-    assert [one.step for one in first.Scalars(LONGEST)] == [4], "no outlier"
-    assert not {LONGEST, LOSS, "loss/val", "train/lr", "sync/hidden_percent"} & own_tags, (
+    longest = "world/longest_data_seconds"
+    assert [event.step for event in first.Scalars(longest)] == [4], "no outlier"
+    assert not {longest, LOSS, "loss/val", "train/lr", "sync/hidden_percent"} & own_tags, (
         "shown once"
     )
 

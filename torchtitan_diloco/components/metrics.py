@@ -21,8 +21,8 @@ HOUR = 3600.0
 SENT = "world/sent_bytes"
 CORPUS_LOSS = "loss/val/"
 CORPUS_BITS = "loss/bits_per_byte/"
-"""The names of both numbers of single corpora begin so."""
-CORPUS = "CORPUS"
+"""Prefixes of the names of the losses and of the bits per byte of single corpora."""
+ANY_CORPUS = "CORPUS"
 """Stands for the name of a corpus in a declaration."""
 
 
@@ -37,12 +37,12 @@ def _speed(unit: str, meaning: str, scope: Scope = Scope.WORKER) -> Metric:
 
 METRICS = {
     "loss/bits_per_byte": Metric("bits per byte", "of the same text as loss/val", Scope.RUN),
-    f"{CORPUS_BITS}{CORPUS}": Metric(
+    f"{CORPUS_BITS}{ANY_CORPUS}": Metric(
         "bits per byte", "the same for the text of one of several corpora", Scope.RUN
     ),
     "loss/train": Metric("nats per token", "of the workers' own parameters", Scope.JOB),
     "loss/val": Metric("nats per token", "of the shared parameters, on held-out text", Scope.RUN),
-    f"{CORPUS_LOSS}{CORPUS}": Metric(
+    f"{CORPUS_LOSS}{ANY_CORPUS}": Metric(
         "nats per token", "the same for the text of one of several corpora", Scope.RUN
     ),
     "speed/compute_percent": _speed(
@@ -126,9 +126,9 @@ MERGED_IN_WORKER = _reduced_over(Scope.WORKER, *Merge)
 
 def metric_of(name: str) -> Metric | None:
     """Return the metric of a name, None if it is not declared."""
-    for begin in (CORPUS_LOSS, CORPUS_BITS):
-        if name.startswith(begin):
-            return METRICS[f"{begin}{CORPUS}"]
+    for prefix in (CORPUS_LOSS, CORPUS_BITS):
+        if name.startswith(prefix):
+            return METRICS[f"{prefix}{ANY_CORPUS}"]
     return METRICS.get(name)
 
 

@@ -129,7 +129,7 @@ def _serve(options: argparse.Namespace) -> None:
         port=options.port,
         with_syncer=not options.no_syncer,
         http=options.http,
-        check=ExitSignals().check,
+        check_signals=ExitSignals().check,
         say=say,
     )
 

@@ -58,14 +58,14 @@ class BucketServer:
         weed: Seaweed,
         *,
         with_syncer: bool,
-        check: Callable[[], None],
+        check_signals: Callable[[], None],
         say: Say,
     ) -> None:
-        """`check`: raises what ends this process, if a signal has come. `say`: receives a line
-        about what happens."""
+        """`check_signals`: raises a SystemExit if a signal has come. `say`: receives a line about
+        what happens."""
         self.folder = folder
         self._weed = weed
-        self._check = check
+        self._check_signals = check_signals
         self._say = say
         self.syncer = self._build_syncer() if with_syncer else None
         self.seaweed = Child("SeaweedFS", self._launch, say, weed.why)
@@ -76,18 +76,20 @@ class BucketServer:
     def start(self) -> None:
         """Start SeaweedFS, and wait until it has stored an object."""
         self._check_disk()
-        for attempt in range(1, STARTS + 1):
+        for _ in range(STARTS):
             self.seaweed.start()
             code = self._wait_until_ready()
             if code is None:
                 break
             why = self._weed.why()
-            may_pass = not why or "in use" in why  # ports that were free a moment before
-            if not may_pass or attempt == STARTS:
-                why = (
-                    why or f"it ended with code {code}; its log is in {self.folder.server / 'log'}"
-                )
+            if why and "in use" not in why:
                 raise UserError(f"{self.folder.path}: SeaweedFS did not start: {why}")
+        else:
+            raise UserError(
+                f"{self.folder.path}: SeaweedFS did not start in {STARTS} attempts: "
+                f"{why or f'it ended with code {code}'}; look into {self.folder.server / 'log'}, "
+                "and try again, as ports that were free may be taken"
+            )
         self._weed.flush_contents()
         store = self._open(TEST_SECONDS)
         try:
@@ -101,7 +103,7 @@ class BucketServer:
         while True:
             if self.syncer is not None:
                 self.syncer.runs()
-            self._check()
+            self._check_signals()
             time.sleep(LOOK_SECONDS)
             if not self.seaweed.runs():
                 is_ready = False
@@ -136,11 +138,11 @@ class BucketServer:
         )
 
     def _wait_until_ready(self) -> int | None:
-        """Wait until SeaweedFS has stored an object, or has ended. Return its exit code then."""
+        """Wait until SeaweedFS has stored an object. If it has ended instead, return its code."""
         began = said = time.monotonic()
         assert self.seaweed.process is not None
         while (code := self.seaweed.process.poll()) is None:
-            self._check()
+            self._check_signals()
             problem = self._problem()
             if not problem:
                 break
@@ -227,13 +229,13 @@ def serve(
     port: int | None,
     with_syncer: bool,
     http: str | None,
-    check: Callable[[], None],
+    check_signals: Callable[[], None],
     say: Say,
 ) -> NoReturn:
     """Serve the bucket of a folder until a signal comes.
 
     `with_syncer`: decide for the run in it, too. `http`: [HOST:]PORT of a page about the run.
-    `check`: raises what ends this process, if a signal has come.
+    `check_signals`: raises a SystemExit if a signal has come.
     """
     page_at = None if http is None else page_address(http)
     check_cryptography()
@@ -243,7 +245,11 @@ def serve(
         check_port(folder.settings.host, folder.settings.port)
         folder.save_settings()
         server = BucketServer(
-            folder, Seaweed(folder), with_syncer=with_syncer, check=check, say=say
+            folder,
+            Seaweed(folder),
+            with_syncer=with_syncer,
+            check_signals=check_signals,
+            say=say,
         )
         page: PageServer | None = None
         try:
