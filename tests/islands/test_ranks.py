@@ -18,6 +18,7 @@ from tests.diloco.toy import config, join, sharded
 from tests.islands.by_hand import newest, open_run, syncer
 from tests.islands.ranked import TOKENS, RankedIsland
 from tests.processes import DIED, ProcessPool
+from tests.waiting import wait_until
 from torchtitan_diloco.base.background import BackgroundThread
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization
 from torchtitan_diloco.diloco.codecs import Codec
@@ -221,7 +222,10 @@ def poisoned(store: Path, chosen: DiLoCoConfig, heals: bool) -> tuple[Shared, bo
     healed = list[int]()
 
     def poison(step: int) -> None:
-        if island.name != "b" or step != 20:
+        if step != 20:
+            return
+        if island.name == "a":  # leaves the other one steps in which it notices
+            wait_until(lambda: any(lost_samples(newest(store))), "the loss of the other one")
             return
         if island.rank == 1:
             with torch.no_grad():

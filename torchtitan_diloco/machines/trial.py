@@ -76,18 +76,13 @@ class StepTimes(msgspec.Struct):
     """Share of the steps for which the training thread was ready to run but had no core."""
     crowded: str
     """A warning if this machine has much more work than cores."""
-    uncertainty: float
-    """That of the mean, as a share of it."""
-    least_seconds: float
-    """Mean of the steps of the fastest block."""
-    most_seconds: float
-    """Mean of the steps of the slowest block."""
+    block_seconds: list[float]
+    """Mean seconds of the steps of each block of consecutive steps."""
 
     @classmethod
     def of(cls, steps: Sequence[Step], *, device: str, crowded: str) -> "StepTimes":
         """Return the times of the steps that were measured."""
         seconds = [step.seconds for step in steps]
-        means = _block_means(steps)
         return cls(
             device=device,
             mean_seconds=statistics.fmean(seconds),
@@ -95,23 +90,21 @@ class StepTimes(msgspec.Struct):
             count=len(seconds),
             queued=sum(step.queued_seconds for step in steps) / sum(seconds),
             crowded=crowded,
-            uncertainty=uncertainty(steps),
-            least_seconds=min(means),
-            most_seconds=max(means),
+            block_seconds=_block_means(steps),
         )
 
     @property
     def is_steady(self) -> bool:
         """Whether a run will have the same steps if nothing else changes."""
         is_quiet = self.queued <= SHORT_OF_CORES and not self.crowded
-        return is_quiet and self.uncertainty <= NOISY
+        return is_quiet and _uncertainty_of_mean(self.block_seconds) <= NOISY
 
     @property
     def ends(self) -> tuple[float, float]:
         """Mean seconds of a step that a run may have: at least, and at most."""
         if self.is_steady:
             return self.mean_seconds, self.mean_seconds
-        return self.least_seconds, self.most_seconds
+        return min(self.block_seconds), max(self.block_seconds)
 
 
 def _block_means(steps: Sequence[Step]) -> list[float]:
@@ -126,10 +119,14 @@ def _block_means(steps: Sequence[Step]) -> list[float]:
 
 def uncertainty(steps: Sequence[Step]) -> float:
     """Return the uncertainty of the mean of the steps, as a share of it."""
-    if len(steps) < BLOCKS:
+    return _uncertainty_of_mean(_block_means(steps))
+
+
+def _uncertainty_of_mean(block_seconds: Sequence[float]) -> float:
+    if len(block_seconds) < BLOCKS:
         return math.inf
-    means = _block_means(steps)
-    return STUDENT * statistics.stdev(means) / math.sqrt(BLOCKS) / statistics.fmean(means)
+    error = statistics.stdev(block_seconds) / math.sqrt(BLOCKS)
+    return STUDENT * error / statistics.fmean(block_seconds)
 
 
 def warm(steps: Sequence[Step]) -> Sequence[Step]:
