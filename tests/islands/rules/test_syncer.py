@@ -34,14 +34,15 @@ from torchtitan_diloco.islands.rules.note import NotedVitals
 from torchtitan_diloco.islands.rules.syncer import WRONG_IN_A_ROW
 
 
-def round_of_all(desk: Desk, step: int, samples: int = 10) -> None:
-    """Let both islands send at this step, and merge it."""
-    parts = [desk.part(slot, samples) for slot in (0, 1)]
-    desk.note(A, parts[0], step=step)
-    desk.note(B, parts[1], step=step)
+def round_of_all(
+    desk: Desk, step: int, samples: int = 10, owners: tuple[str, ...] = (A, B)
+) -> None:
+    """Let all islands send at this step, and merge it."""
+    for slot, owner in enumerate(owners):
+        desk.note(owner, desk.part(slot, samples), step=step)
     desk.pass_time(0.5)
-    desk.note(A, step=step + 1)
-    desk.note(B, step=step + 1)
+    for owner in owners:
+        desk.note(owner, step=step + 1)
     desk.pass_time(0.5)
 
 
@@ -323,6 +324,28 @@ def test_outliers_are_lost_and_rounds_do_not_wait_for_a_sick_island() -> None:
     assert desk.state.ready == [A, B, C]
 
 
+@pytest.mark.parametrize("owners", [(A,), (A, B)])
+def test_a_part_beyond_all_training_is_lost_in_the_first_round(owners: tuple[str, ...]) -> None:
+    """Of one part or two, it is unknown what is usual."""
+    desk = Desk(founded(owners, norm_limit=20.0))
+    desk.norms[A] = 1e18
+    round_of_all(desk, 10, owners=owners)
+    assert desk.ledger(0).fate is Fate.OUTLIER
+    assert desk.state.fragments[0].version == len(owners) - 1
+    desk.norms[A] = 19 * math.sqrt(desk.state.fragments[0].elements)
+    round_of_all(desk, 20, owners=owners)
+    assert desk.ledger(0).fate is Fate.MERGED
+
+
+def test_very_small_parts_of_one_island_make_nobody_an_outlier() -> None:
+    desk = Desk(founded((A, B, C), norm_limit=20.0))
+    desk.norms[C] = 1e-30
+    for number in range(1, 12):
+        round_of_all(desk, 10 * number, owners=(A, B, C))
+    assert [desk.ledger(slot).lost for slot in range(3)] == [0, 0, 0]
+    assert desk.state.fragments[0].version == 11
+
+
 def test_a_part_that_is_not_finite_is_lost_and_the_others_are_merged_without_it() -> None:
     desk = Desk(founded((A, B)))
     desk.norms[A] = math.inf
@@ -446,7 +469,7 @@ def large(fragments: int, islands: int, versions: int) -> Decision:
                 [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 1)] * 3,
                 version=1000,
                 clock=10**9 + rng.randrange(10**6),
-                norm=1.23,
+                norms=[1.23, 1.24, 1.25, 1.26, 1.27],
                 kept=[
                     Kept(1000 - v, f"{rng.getrandbits(64):016x}", 123000 + 3 * f + v)
                     for v in range(versions)

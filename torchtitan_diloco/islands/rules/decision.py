@@ -152,8 +152,8 @@ class SharedFragment(msgspec.Struct, array_like=True):
     """Number of merged tokens."""
     is_open: bool = False
     """Whether a round waits for parts."""
-    norm: float = 0.0
-    """Usual norm of recently merged parts, each in units of its share of H steps."""
+    norms: list[float] = []
+    """Median norms of the parts of the latest versions, each part in units of its usual weight."""
     kept: list[Kept] = []
     copies: list[Stored] = []
     """At most two copies, the newest one last."""

@@ -20,8 +20,8 @@ SECOND_PACES = 3
 """Number of islands from which on the second fastest one sets the pace."""
 HEADROOM, FASTEST = 100.0, 1e9
 """`fastest` is this multiple of the speed of the islands, and at most this value."""
-FIRST_JUDGED = 5
-"""Number of versions from which on the usual norm is known."""
+VERSIONS_JUDGED_BY = 5
+"""Number of latest versions whose median norm is the usual one. It is unknown before as many."""
 USUAL = 4
 """Number of latest parts of an island that determine its usual weight."""
 
@@ -253,15 +253,27 @@ class Round:
             one.norm = norm
         refused = [(one, Fate.NOT_FINITE) for one in self.merging if not math.isfinite(one.norm)]
         self._leave_out(refused)
-        outliers = self._find_outliers()
-        lost = [(one, Fate.OUTLIER) for one in self.merging if one.slot in outliers]
-        self._leave_out(lost)
-        return refused + lost
+        for find in (self._find_implausible, self._find_outliers):
+            slots = find()
+            lost = [(one, Fate.OUTLIER) for one in self.merging if one.slot in slots]
+            self._leave_out(lost)
+            refused += lost
+        return refused
 
     def _leave_out(self, refused: Sequence[tuple[WaitingPart, Fate]]) -> None:
         for one, _ in refused:
             self.merging.remove(one)
             self.weight_of_all -= one.part.weight
+
+    def _find_implausible(self) -> set[int]:
+        """Return the slots whose parts change each element by more than the limit, in the root mean
+        square. No training does that in a cycle, so such a part is wrong even if the usual norm is
+        unknown and no other island says otherwise."""
+        limit = self.decision.settings.norm_limit
+        if not limit:
+            return set()
+        most = limit * math.sqrt(self.shared.elements)
+        return {one.slot for one in self.merging if self._norm_of_cycle(one) > most}
 
     def _find_outliers(self) -> set[int]:
         """Return the slots whose parts are outliers.
@@ -272,20 +284,28 @@ class Round:
         limit = self.decision.settings.norm_limit
         if not limit:
             return set()
-        norms = {one.slot: self._usual_norm(one) for one in self.merging}
-        known = self.shared.norm if self.shared.version >= FIRST_JUDGED else 0.0
+        norms = {one.slot: self._norm_of_cycle(one) for one in self.merging}
+        is_known = len(self.shared.norms) >= VERSIONS_JUDGED_BY
+        usual = statistics.median(self.shared.norms) if is_known else 0.0
         alone = self.ready().keys() <= norms.keys() and len(norms) == 1
-        return find_outliers(norms, known, limit, alone=alone)
+        return find_outliers(norms, usual, limit, alone=alone)
 
-    def _usual_norm(self, one: WaitingPart) -> float:
+    def _norm_of_cycle(self, one: WaitingPart) -> float:
+        """Return the norm of a part, or of its share that corresponds to one cycle."""
         usual = self._usual_weight(one.slot, one.part.weight)
         return one.norm / max(1.0, one.part.weight / max(1, usual))
 
     def note_merged(self) -> None:
-        """Learn from the parts of the new version."""
+        """Learn from the parts of the new version.
+
+        Of the norms, the median counts, and then that of several versions: an island that sends
+        very small parts must not make those of all others outliers.
+        """
+        norms = list[float]()
         for one in self.merging:
             self.weights.setdefault(one.incarnation, deque(maxlen=USUAL)).append(one.part.weight)
-            norm = self._usual_norm(one)
-            before = self.shared.norm or norm
-            self.shared.norm = float(f"{before ** (7 / 8) * norm ** (1 / 8):.3g}")
+            norms.append(self._norm_of_cycle(one))
+        if norms:
+            median = float(f"{statistics.median(norms):.3g}")
+            self.shared.norms = [*self.shared.norms, median][-VERSIONS_JUDGED_BY:]
         self.merging = []
