@@ -40,10 +40,12 @@ RESERVED = {
 class Table:
     shape: str
     """Model and batch."""
-    steps: int
-    """Length of a run."""
     groups: list[list[str]]
     """Names of runs, with braces; the first of each group is its control."""
+    steps: int = 0
+    """Length of a run."""
+    tokens: int = 0
+    """Length of a run where batches differ, instead of `steps`."""
     common: str = ""
     """Terms of all runs."""
     papers: dict[str, str] = field(default_factory=dict)
@@ -62,8 +64,20 @@ class Table:
         if run["diloco.method"] == "none":  # runs that differ in other settings are the same
             run = {key: value for key, value in run.items() if not key.startswith("diloco.")}
             run |= file.terms[CONTROL]
-        sequences = int(run["training.global_batch_size"]) // int(run["diloco.workers"])
-        return run | {"training.steps": str(self.steps), "training.batch_size": str(sequences)}
+        batch = int(run["training.global_batch_size"])
+        steps = self.steps or self.tokens // (batch * int(run["training.sequence_length"]))
+        sequences = batch // int(run["diloco.workers"])
+        return run | {"training.steps": str(steps), "training.batch_size": str(sequences)}
+
+    @property
+    def length(self) -> str:
+        """The length of a run, in words."""
+        if not self.steps:
+            return f"{self.tokens / 1e6:.1f}M tokens"
+        shape = read_tables().shapes[self.shape]
+        batch = int(shape["training.global_batch_size"])
+        tokens = self.steps * batch * int(shape["training.sequence_length"])
+        return f"{self.steps:,} steps = {tokens / 1e6:.1f}M tokens"
 
 
 @dataclass(frozen=True)
@@ -135,12 +149,9 @@ def print_losses(table: Table, results: Mapping[Run, core.Record]) -> None:
         ]
         for name, control in controls.items()
     ]
-    shape = read_tables().shapes[table.shape]
-    tokens = int(shape["training.global_batch_size"]) * int(shape["training.sequence_length"])
     title = (
-        f"validation loss of the shared model after {table.steps:,} steps = "
-        f"{table.steps * tokens / 1e6:.1f}M tokens; n seeds, mean (min ... max); bytes against "
-        "those of bf16 gradients at every step"
+        f"validation loss of the shared model after {table.length}; n seeds, mean (min ... max); "
+        "bytes against those of bf16 gradients at every step"
     )
     columns = f"run | bytes | n | loss | against its control | against {first} | papers"
     core.print_table(title, columns, rows)

@@ -19,6 +19,8 @@ def test_runs_are_valid_distinct_and_of_equal_tokens(table: Table) -> None:
         config = core.load(run | ({"data.corpus": "clusters-{worker}"} if is_own else {}))
         sequences = config.diloco.workers * config.training.batch_size
         assert sequences == config.training.global_batch_size, name
+        tokens = config.training.steps * sequences * config.training.sequence_length
+        assert table.steps == config.training.steps or table.tokens == tokens, name
         found.add(frozenset(run.items()))
     assert len(found) == len(table.controls), "no run has two names"
     assert set(table.papers) <= set(table.controls)

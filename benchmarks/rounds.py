@@ -1,0 +1,106 @@
+"""Fit what few rounds cost: the loss against data parallelism over the number of outer rounds.
+
+    .venv/bin/python -m benchmarks.parity --table rounds --seeds 0,1 --jobs 2 --out DIR
+    .venv/bin/python -m benchmarks.rounds [--records DIR] [--at 73]
+
+The first command trains one model for as many tokens in smaller and smaller batches, and so for
+more and more rounds. The second one reads its records, from benchmarks/records/ if no folder is
+given, and fits c * rounds^-p to the difference in percent, without and with a beginning: for each
+seed, and for the mean. `--at`: numbers of rounds at which the fit is printed, too.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import core, records
+from benchmarks.parity import expand, read_tables
+
+TABLE = "rounds"
+KINDS = {"no beginning": "", "a beginning of 0.1": ", beginning 0.1"}
+EXPONENTS = [number / 100 for number in range(301)]
+
+Gaps = dict[int, dict[int, float]]
+"""Difference from the control in percent, by seed and number of rounds."""
+
+
+class Fit(NamedTuple):
+    """c * rounds^-p, in percent."""
+
+    scale: float
+    exponent: float
+
+    def at(self, rounds: int) -> float:
+        return self.scale / math.pow(rounds, self.exponent)
+
+
+def fit(gaps: Mapping[int, float]) -> Fit:
+    """Return the power law with the smallest sum of squares. Differences may be negative, so that
+    their logarithms cannot be fitted."""
+
+    def with_exponent(exponent: float) -> Fit:
+        basis = {rounds: math.pow(rounds, -exponent) for rounds in gaps}
+        scale = sum(gaps[rounds] * value for rounds, value in basis.items())
+        return Fit(scale / sum(value**2 for value in basis.values()), exponent)
+
+    def squares(candidate: Fit) -> float:
+        return sum((candidate.at(rounds) - gap) ** 2 for rounds, gap in gaps.items())
+
+    return min(map(with_exponent, EXPONENTS), key=squares)
+
+
+def find_gaps(found: Sequence[core.Record], ending: str) -> Gaps:
+    """Return the differences of runs of which the name ends so."""
+    losses = {(record["run"], record["seed"]): record["loss"] for record in found}
+    gaps: Gaps = {}
+    for group in read_tables().tables[TABLE].groups:
+        control, *_ = expand(group[0])
+        rounds = control.removeprefix("data parallel, ")
+        run = f"streaming, H=30, {rounds}{ending}"
+        for seed in sorted({seed for _, seed in losses}):
+            if {(run, seed), (control, seed)} <= losses.keys():
+                gap = 100 * (losses[run, seed] / losses[control, seed] - 1)
+                gaps.setdefault(seed, {})[int(rounds.split()[0])] = gap
+    return gaps
+
+
+def rows_of(gaps: Gaps, at: Sequence[int]) -> list[list[str]]:
+    """Return a row for each number of rounds: measured, fitted to the mean, and to each seed."""
+    measured = sorted({rounds for seed in gaps.values() for rounds in seed})
+    values = {n: [seed[n] for seed in gaps.values() if n in seed] for n in measured}
+    whole = fit({rounds: statistics.fmean(found) for rounds, found in values.items()})
+    of_seeds = [fit(seed) for seed in gaps.values() if len(seed) > 1]
+    rows = [
+        [
+            str(rounds),
+            str(len(values.get(rounds, []))),
+            core.summary(values[rounds], "+.2f") if rounds in values else "",
+            f"{whole.at(rounds):+.2f}",
+            core.summary([one.at(rounds) for one in of_seeds], "+.2f"),
+        ]
+        for rounds in sorted({*measured, *at})
+    ]
+    exponents = core.summary([one.exponent for one in of_seeds], ".2f")
+    return [*rows, ["exponent p", "", "", f"{whole.exponent:.2f}", exponents]]
+
+
+def main() -> None:
+    parser = core.build_parser(__doc__)
+    parser.add_argument("--records", type=Path, default=records.RECORDS)
+    parser.add_argument("--at", type=core.list_of(int), default=[])
+    options = parser.parse_args()
+    found = records.read(f"parity-{TABLE}", [options.records])
+    for kind, ending in KINDS.items():
+        gaps = find_gaps(found, ending)
+        if all(len(seed) < 2 for seed in gaps.values()):
+            print(f"{kind}: fewer than two numbers of rounds are measured")
+            continue
+        title = f"{kind}: loss against data parallelism, %"
+        columns = "rounds | n | measured | fit to the mean | fits to the seeds"
+        core.print_table(title, columns, rows_of(gaps, options.at))
+
+
+if __name__ == "__main__":
+    main()
