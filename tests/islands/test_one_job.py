@@ -15,8 +15,8 @@ from tests.processes import ProcessPool
 from tests.store.seaweed import BUCKET, SeaweedServer
 from torchtitan_diloco.diloco import DiLoCoConfig
 
-STEPS = 100
-VERSIONS = 11
+STEPS = 60
+VERSIONS = 6
 """Versions of each fragment; the first comes after H steps and its offset."""
 
 Versions = dict[tuple[int, int], Tensor]

