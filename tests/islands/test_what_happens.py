@@ -94,8 +94,7 @@ SHOWN = {
     "a delta is not finite, or far larger than usual": [
         "islands/rules/test_syncer.py::"
         "test_outliers_are_lost_and_rounds_do_not_wait_for_a_sick_island",
-        "islands/rules/test_syncer.py::"
-        "test_a_part_beyond_all_training_is_lost_in_the_first_round",
+        "islands/rules/test_syncer.py::test_a_part_beyond_all_training_is_lost_in_the_first_round",
         "islands/rules/test_island.py::test_a_part_that_is_not_finite_becomes_a_loss",
         "islands/test_ranks.py::test_values_of_one_rank_that_are_not_finite_are_dropped_on_all",
     ],

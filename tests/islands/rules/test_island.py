@@ -209,6 +209,20 @@ def test_it_sends_early_only_if_the_upload_fits_and_the_turn_does_not() -> None:
     assert not early(upload=0.1, steps=7), "its turn comes in time"
 
 
+@pytest.mark.parametrize(("steps", "every", "left"), [(2, 6, 4), (8, 6, 1), (2, 20, 18)])
+def test_after_a_change_of_h_it_sends_h_steps_after_its_last_part(
+    hand: Hand, steps: int, every: int, left: int
+) -> None:
+    """Rounds are not due sooner, so that all islands would wait in vain."""
+    hand.step(10)
+    hand.publish()
+    hand.step(steps)
+    settings = msgspec.structs.replace(hand.state.settings, sync_every=every)
+    hand.read(settings=settings)
+    assert not any(hand.step().sends for _ in range(left - 1))
+    assert hand.step().sends
+
+
 def test_an_owner_of_nothing_joins_anew_and_a_replaced_start_ends(hand: Hand) -> None:
     hand.step(10)
     slots = hand.state.slots
