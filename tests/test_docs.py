@@ -142,6 +142,7 @@ def run(command: str, checkout: Path) -> str:
     return outcome.stdout
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name
@@ -219,6 +220,7 @@ def test_the_readmes_own_loop_runs_as_printed(checkout: Path) -> None:
         assert re.search(rf"worker {worker}: loss \d+\.\d+, \d+\.\d+ MB sent", printed)
 
 
+@pytest.mark.long
 def test_the_own_loop_of_an_island_runs_as_printed(checkout: Path) -> None:
     page = REPOSITORY / "docs/own-loop.md"
     (program,) = blocks(page, "python")

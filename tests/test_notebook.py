@@ -35,6 +35,7 @@ def test_notebooks_are_kept_without_outputs(path: Path) -> None:
             assert (cell["outputs"], cell["execution_count"]) == ([], None)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:FigureCanvasAgg is non-interactive")
 def test_its_cells_run_and_plot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,9 +2,12 @@
 
 import re
 
+import pytest
+
 from tests.trips import BEGIN, END, PAGE, follow
 
 
+@pytest.mark.long
 def test_the_page_lists_the_files_that_a_run_enters() -> None:
     section = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     listed = {

@@ -148,6 +148,7 @@ def login(seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(key, value)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("login")
 def test_the_notebook_runs_twice_and_once_more_on_a_new_machine(tmp_path: Path) -> None:
     """The machine that is lost has the syncer that decides: another one takes over."""

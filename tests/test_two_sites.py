@@ -29,6 +29,8 @@ from torchtitan_diloco.islands.seaweed import find_weed
 PATIENCE = 400
 STEPS = 9000
 """Enough for site B to come back before site A has trained all of them. Then they become fewer."""
+MORE_STEPS = 150
+"""Steps of both that are left then: more than they train while the length is changed."""
 SMALL: dict[str, Any] = {
     "config": "debug",
     "parallel.fsdp": 1,
@@ -175,7 +177,8 @@ def train_lose_and_return(
     b.wait_for("resumed from")
     b.wait_until(lambda: b.step > 50)
     change = Console(sites, "site-a", a.folder.with_name("change"))
-    tokens = SMALL["training.batch_size"] * SMALL["training.sequence_length"] * 2 * (a.step + 100)
+    step_tokens = SMALL["training.batch_size"] * SMALL["training.sequence_length"]
+    tokens = step_tokens * (a.step + b.step + MORE_STEPS)
     (join,) = re.findall(r"--islands.join (\S+)", trains[0])
     command = command_with("islands change diloco.sync_every", "$", "islands.md", "Change the run")
     command = command.partition("#")[0].replace("diloco.sync_every 50", f"total_tokens {tokens}")
@@ -185,6 +188,7 @@ def train_lose_and_return(
     check_that_both_have_the_same_model(consoles)
 
 
+@pytest.mark.long
 def test_islands_over_a_bucket_of_ones_own(sites: Sites, tmp_path: Path) -> None:
     """The island of the owner begins the run. That of the other site has a login of its own."""
     check_that_no_site_reaches_the_other(sites)
@@ -201,6 +205,7 @@ def test_islands_over_a_bucket_of_ones_own(sites: Sites, tmp_path: Path) -> None
     server.finish()
 
 
+@pytest.mark.long
 def test_islands_over_a_bucket_of_a_provider(sites: Sites, tmp_path: Path) -> None:
     """Each call takes 50 ms or more, and the syncer runs at a site. SeaweedFS takes the place of
     the provider, and the join file is that of the page."""
@@ -228,6 +233,7 @@ def test_islands_over_a_bucket_of_a_provider(sites: Sites, tmp_path: Path) -> No
     server.finish()
 
 
+@pytest.mark.long
 def test_one_world_over_wireguard(sites: Sites, tmp_path: Path) -> None:
     """Site B is killed and started again; site A waits for it."""
     consoles = [Console(sites, f"site-{site}", tmp_path / site) for site in ("a", "b")]

@@ -246,6 +246,7 @@ def _compile_all(cache: Path) -> None:
         assert ".ftz" not in kernel.ptx, "subnormal numbers would be lost"
 
 
+@pytest.mark.long
 @needs_triton
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, mp.get_context("spawn")) as pool:

@@ -104,6 +104,7 @@ def test_islands_have_the_versions_of_one_job_in_a_bucket(
     compare(processes, config(8, delay=1), [100, 170], str(join_file), tmp_path / "scratch")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("place", "layers", "outer", "tokens"),
     [

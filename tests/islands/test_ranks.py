@@ -200,6 +200,7 @@ def test_a_download_waits_until_all_ranks_have_applied_the_one_before(
     assert found == other == expected[-1:]
 
 
+@pytest.mark.long
 def test_random_delays_of_ranks_end_in_no_deadlock(processes: ProcessPool, tmp_path: Path) -> None:
     """The collectives of sends, downloads and decisions have the same order on all ranks."""
     store = tmp_path / "store"

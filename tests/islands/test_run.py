@@ -42,6 +42,7 @@ def steps_of(folder: Path, name: str) -> int:
     return max((json.loads(line).get("step", 0) for line in lines if line.endswith("}")), default=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_islands_stop_are_killed_and_go_on(tmp_path: Path, ranks: int) -> None:
     """Both stop in order; then one is killed, and the other trains on, through a phase. It returns
