@@ -89,9 +89,11 @@ def rows_of(gaps: Gaps, at: Sequence[int]) -> list[list[str]]:
 def main() -> None:
     parser = core.build_parser(__doc__)
     parser.add_argument("--records", type=Path, default=records.RECORDS)
-    parser.add_argument("--at", type=core.list_of(int), default=[])
+    parser.add_argument("--text", default="stdlib", help="name of the text in records")
+    parser.add_argument("--at", type=core.list_of(core.positive), default=[])
     options = parser.parse_args()
-    found = records.read(f"parity-{TABLE}", [options.records])
+    of_all_texts = records.read(f"parity-{TABLE}", [options.records])
+    found = [record for record in of_all_texts if record["text"] == options.text]
     for kind, ending in KINDS.items():
         gaps = find_gaps(found, ending)
         if all(len(seed) < 2 for seed in gaps.values()):

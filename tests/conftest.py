@@ -43,15 +43,17 @@ for number in STOP_SIGNALS:
         signal.signal(number, usual)
 
 
+@pytest.hookimpl(trylast=True)  # after others have deselected tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let each process of xdist begin with its part of the tests that take longest, so that none of
-    them is left when the others have ended."""
+    them is left when the others have ended. `--dist worksteal` gives each process a share of
+    consecutive tests."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     longest = [item for item in items if item.get_closest_marker("long")]
     others = [item for item in items if not item.get_closest_marker("long")]
     end, ordered = 0, list[pytest.Item]()
     for worker in range(workers):
-        end += (len(items) - end) // (workers - worker)  # where its share ends, as xdist counts
+        end += (len(items) - end) // (workers - worker)
         ordered += longest[worker::workers]
         most = max(0, end - len(ordered))
         ordered += others[:most]

@@ -19,7 +19,8 @@ def written(folder: Path, seeds: int) -> list[core.Record]:
                 f"streaming, H=30, {count} rounds": control * (1 + 2 / count),
                 f"streaming, H=30, {count} rounds, beginning 0.1": control * (1 + 1 / count),
             }
-            found += [{"run": name, "seed": seed, "loss": losses[name]} for name in losses]
+            common = {"text": "stdlib", "seed": seed}
+            found += [common | {"run": name, "loss": loss} for name, loss in losses.items()]
     lines = [msgspec.json.encode(record).decode() for record in found]
     (folder / "parity-rounds-text-2026-01-01-cpu.jsonl").write_text("\n".join(lines) + "\n")
     return found

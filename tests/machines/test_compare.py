@@ -239,7 +239,7 @@ def test_steps_that_vary_and_busy_cores_give_ranges(
     speeds = rf"{128 / most:.0f} \.\.\. {128 / least:.0f}"  # a step has 128 tokens
     alone = next(line for line in printed.splitlines() if "here alone" in line)
     assert re.match(rf"\| (\* )?here alone +\| {speeds} +\| .* \| 1.00 x ", alone), alone
-    assert f"{least * 1e3:.1f} ms to {most * 1e3:.1f} ms on average over an eighth" in printed
+    assert f"{least * 1e3:.1f} ms to {most * 1e3:.1f} ms on average over 1/8 of" in printed
     assert printed.count("| * ") == is_advised
     assert (tmp_path / "noisy.toml").exists() == is_advised
 

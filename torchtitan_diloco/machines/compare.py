@@ -405,7 +405,8 @@ def _answer(
         each = f"a step in {brief(steps.mean_seconds)} +- {brief(steps.deviation)}"
         if not steps.is_steady:
             least, most = map(brief, steps.ends)
-            each += f", {least} to {most} on average over an eighth of the time"
+            part = f"1/{len(steps.block_seconds)}"
+            each += f", {least} to {most} on average over {part} of the time"
         print(f"{name}: {steps.device}; {each} ({counted(steps.count, 'step')})")
     print(f"link: {link.description}\n\n{table(load, rows, best)}\n")
     print("GB up: each of two machines sends so much, and receives as much from the other\n")

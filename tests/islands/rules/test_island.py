@@ -1,5 +1,7 @@
 """An island follows the rules as it trains, in cases that the first rules did not cover."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 
@@ -221,6 +223,43 @@ def test_after_a_change_of_h_it_sends_h_steps_after_its_last_part(
     hand.read(settings=settings)
     assert not any(hand.step().sends for _ in range(left - 1))
     assert hand.step().sends
+
+
+def _sends(hand: Hand, steps: int) -> dict[int, list[int]]:
+    """Return the steps in which each fragment is sent, while the syncer merges all parts."""
+    found: dict[int, list[int]] = {}
+    for _ in range(steps):
+        for send in hand.step().sends:
+            fragment = send.part.fragment
+            found.setdefault(fragment, []).append(hand.island.step)
+            shared, ledger = hand.state.fragments[fragment], hand.state.slots[0].ledgers[fragment]
+            ledger.number, ledger.fate, ledger.taken = send.part.number, Fate.MERGED, send.part.end
+            shared.version += 1
+            shared.kept.append(Kept(shared.version, checksum(shared.version), 5))
+            ledger.version = shared.version
+            hand.read()
+    return found
+
+
+@pytest.mark.parametrize("every", [5, 8, 100])
+@pytest.mark.parametrize("before", [3, 47])
+def test_fragments_take_turns_at_equal_distances_after_a_change_of_h(
+    every: int, before: int
+) -> None:
+    """Also those that were never sent."""
+    hand = Hand(founded((A,), fragments=4, sync_every=10), fragments=4)
+    hand.boundary()
+    sent = _sends(hand, before)
+    hand.read(settings=msgspec.structs.replace(hand.state.settings, sync_every=every))
+    later = _sends(hand, 4 * every)
+    first = [later[number][0] for number in range(4)]
+    distance = every // 4
+    assert [step - first[0] for step in first] == [distance * number for number in range(4)]
+    for number, steps in sent.items():
+        assert first[number] >= steps[-1] + every
+    assert first[0] <= before + every + 1
+    for steps in later.values():
+        assert {after - one for one, after in pairwise(steps)} <= {every}
 
 
 def test_an_owner_of_nothing_joins_anew_and_a_replaced_start_ends(hand: Hand) -> None:

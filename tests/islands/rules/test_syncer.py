@@ -31,6 +31,7 @@ from torchtitan_diloco.islands.rules.decision import (
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.names import VERSION, Object
 from torchtitan_diloco.islands.rules.note import NotedVitals
+from torchtitan_diloco.islands.rules.rounds import VERSIONS_JUDGED_BY
 from torchtitan_diloco.islands.rules.syncer import WRONG_IN_A_ROW
 
 
@@ -332,7 +333,7 @@ def test_a_part_beyond_all_training_is_lost_in_the_first_round(owners: tuple[str
     round_of_all(desk, 10, owners=owners)
     assert desk.ledger(0).fate is Fate.OUTLIER
     assert desk.state.fragments[0].version == len(owners) - 1
-    desk.norms[A] = 19 * math.sqrt(desk.state.fragments[0].elements)
+    desk.norms[A] = 100 * math.sqrt(desk.state.fragments[0].elements)
     round_of_all(desk, 20, owners=owners)
     assert desk.ledger(0).fate is Fate.MERGED
 
@@ -344,6 +345,33 @@ def test_very_small_parts_of_one_island_make_nobody_an_outlier() -> None:
         round_of_all(desk, 10 * number, owners=(A, B, C))
     assert [desk.ledger(slot).lost for slot in range(3)] == [0, 0, 0]
     assert desk.state.fragments[0].version == 11
+
+
+def test_an_island_alone_does_not_change_what_is_usual() -> None:
+    """The others return to a run in which it has sent only very small parts."""
+    desk = Desk(founded((A, B, C), norm_limit=20.0))
+    desk.norms[C] = 1e-30
+    for number in range(1, 7):
+        round_of_all(desk, 10 * number, owners=(A, B, C))
+    desk.pass_time(10.0)
+    for number in range(7, 14):
+        desk.note(C, desk.part(2), step=10 * number)
+        desk.pass_time(1.0)
+    before = desk.state.fragments[0].version
+    assert before > 10
+    for number in range(14, 16):
+        round_of_all(desk, 10 * number, owners=(A, B, C))
+    assert [desk.ledger(slot).lost for slot in range(3)] == [0, 0, 0]
+
+
+def test_norms_are_learned_anew_after_a_change_of_h() -> None:
+    desk = Desk(founded(norm_limit=20.0))
+    for number in range(1, 7):
+        round_of_all(desk, 10 * number)
+    assert len(desk.state.fragments[0].norms) == VERSIONS_JUDGED_BY
+    desk.syncer.on_change("change/1", msgspec.json.encode(Set("sync_every", "300")))
+    desk.pass_time(1.0)
+    assert desk.state.fragments[0].norms == []
 
 
 def test_a_part_that_is_not_finite_is_lost_and_the_others_are_merged_without_it() -> None:

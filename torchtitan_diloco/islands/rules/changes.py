@@ -125,6 +125,9 @@ def make(state: Decision, raw: bytes) -> Change:
                     f"total_tokens {after.total_tokens}: the run has merged {merged}, give at "
                     "least that"
                 )
+            if after.sync_every != state.settings.sync_every:
+                for shared in state.fragments:
+                    shared.norms = []  # parts have another usual norm from now on
             state.settings = after
         case Leave():
             state.told |= dict.fromkeys(_owners(state, change.name), LEAVE)

@@ -101,6 +101,8 @@ class OwnFragment:
     sent: Outstanding | None = None
     turn: int = 0
     """Step of this island at which it sends next."""
+    last_sent: int | None = None
+    """Step of this island at which it has sent last."""
     lost_to: int = 0
     """Sample before which theta does not contain the work."""
     counted: int = 0
@@ -284,7 +286,7 @@ class OwnFragment:
         )
         self.sent = Outstanding(part, step=island.step, at=now, is_stored=is_loss)
         if not is_loss:
-            self.counted = island.tokens
+            self.counted, self.last_sent = island.tokens, island.step
             self.turn = island.step + island.settings.sync_every
         return part
 

@@ -145,7 +145,7 @@ class Island:
             for one in self.fragments if self.is_training else ():
                 one.on_decision(now)
             if before is not None and before.settings.sync_every != self.settings.sync_every:
-                self._change_turns(before.settings.sync_every)
+                self._change_turns()
         self._begin_if_ready()
 
     def _obey(self, decision: Decision) -> None:
@@ -233,16 +233,21 @@ class Island:
         for one in self.fragments:
             one.turn = step + schedule.first_send(one.number)
 
-    def _change_turns(self, before: int) -> None:
-        """Let the fragments take turns in the next H steps, where H was `before`.
+    def _change_turns(self) -> None:
+        """Let the fragments take turns in H steps, from the next step on, as H has changed.
 
-        None has its turn sooner than H steps after its last send. Its round would not be open, and
-        all islands would wait for it, and complete no step that makes it due.
+        They begin later if one of them would have its turn sooner than H steps after its last send.
+        Its round would not be due, and all islands would wait for it, and complete no step that
+        makes it due.
         """
-        earliest = [one.turn - before + self.settings.sync_every for one in self.fragments]
-        self._take_turns(self.step + 1 - self.settings.sync_every)
-        for one, turn in zip(self.fragments, earliest, strict=True):
-            one.turn = max(one.turn, turn)
+        every = self.settings.sync_every
+        schedule = Schedule(every, len(self.fragments), self.settings.delay)
+        starts = [
+            one.last_sent + every - schedule.offset(one.number)
+            for one in self.fragments
+            if one.last_sent is not None
+        ]
+        self._take_turns(max([self.step + 1, *starts]) - every)
 
     # --- train ------------------------------------------------------------------------------------
 

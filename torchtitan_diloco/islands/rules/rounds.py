@@ -22,6 +22,9 @@ HEADROOM, FASTEST = 100.0, 1e9
 """`fastest` is this multiple of the speed of the islands, and at most this value."""
 VERSIONS_JUDGED_BY = 5
 """Number of latest versions whose median norm is the usual one. It is unknown before as many."""
+IMPLAUSIBLE = 1e4
+"""Root mean square of the values of a part from which on it is wrong, whatever is usual: far above
+what any learning rate moves parameters in a cycle."""
 USUAL = 4
 """Number of latest parts of an island that determine its usual weight."""
 
@@ -266,14 +269,12 @@ class Round:
             self.weight_of_all -= one.part.weight
 
     def _find_implausible(self) -> set[int]:
-        """Return the slots whose parts change each element by more than the limit, in the root mean
-        square. No training does that in a cycle, so such a part is wrong even if the usual norm is
-        unknown and no other island says otherwise."""
-        limit = self.decision.settings.norm_limit
-        if not limit:
+        """Return the slots whose parts are wrong even if the usual norm is unknown and no other
+        island says otherwise."""
+        if not self.decision.settings.norm_limit:
             return set()
-        most = limit * math.sqrt(self.shared.elements)
-        return {one.slot for one in self.merging if self._norm_of_cycle(one) > most}
+        most = IMPLAUSIBLE * math.sqrt(self.shared.elements)
+        return {one.slot for one in self.merging if one.norm > most}
 
     def _find_outliers(self) -> set[int]:
         """Return the slots whose parts are outliers.
@@ -298,14 +299,15 @@ class Round:
     def note_merged(self) -> None:
         """Learn from the parts of the new version.
 
-        Of the norms, the median counts, and then that of several versions: an island that sends
-        very small parts must not make those of all others outliers.
+        Of the norms, the median counts, and then that of several versions, each with parts of
+        several islands if there are several: an island that sends very small parts must not make
+        those of the others outliers, while they are away or not.
         """
         norms = list[float]()
         for one in self.merging:
             self.weights.setdefault(one.incarnation, deque(maxlen=USUAL)).append(one.part.weight)
             norms.append(self._norm_of_cycle(one))
-        if norms:
+        if len(norms) >= min(2, len(self.decision.owners())) > 0:
             median = float(f"{statistics.median(norms):.3g}")
             self.shared.norms = [*self.shared.norms, median][-VERSIONS_JUDGED_BY:]
         self.merging = []
