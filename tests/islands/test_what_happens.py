@@ -92,20 +92,20 @@ SHOWN = {
         "islands/rules/test_simulation.py::test_a_lost_location_goes_on_from_a_checkpoint",
     ],
     "a delta is not finite, or far larger than usual": [
-        "islands/rules/test_syncer.py::"
+        "islands/rules/test_outliers.py::"
         "test_outliers_are_lost_and_rounds_do_not_wait_for_a_sick_island",
-        "islands/rules/test_syncer.py::test_a_part_beyond_all_training_is_lost_in_the_first_round",
+        "islands/rules/test_outliers.py::test_a_part_beyond_all_training_is_lost_in_the_first_round",
         "islands/rules/test_island.py::test_a_part_that_is_not_finite_becomes_a_loss",
         "islands/test_ranks.py::test_values_of_one_rank_that_are_not_finite_are_dropped_on_all",
     ],
     "an island is wrong 16 times in a row": [
-        "islands/rules/test_syncer.py::"
+        "islands/rules/test_outliers.py::"
         "test_outliers_are_lost_and_rounds_do_not_wait_for_a_sick_island",
         "islands/rules/test_island.py::test_a_sick_island_says_so_and_goes_on",
         "islands/test_changes.py::test_islands_leave_and_are_evicted",
     ],
     "an outer step is not finite": [
-        "islands/rules/test_syncer.py::test_an_outer_step_that_is_not_finite_is_not_published",
+        "islands/rules/test_outliers.py::test_an_outer_step_that_is_not_finite_is_not_published",
         "islands/test_payload.py::test_a_version_that_is_not_finite_is_dropped",
     ],
     "an island has different bits of a shared copy": [

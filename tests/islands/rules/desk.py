@@ -175,3 +175,15 @@ class Desk:
                 syncer.on_recorded(job.number)
             case DeleteObjects():
                 self.deleted += job.names
+
+
+def round_of_all(
+    desk: Desk, step: int, samples: int = 10, owners: tuple[str, ...] = (A, B)
+) -> None:
+    """Let all islands send at this step, and merge it."""
+    for slot, owner in enumerate(owners):
+        desk.note(owner, desk.part(slot, samples), step=step)
+    desk.pass_time(0.5)
+    for owner in owners:
+        desk.note(owner, step=step + 1)
+    desk.pass_time(0.5)
