@@ -51,9 +51,9 @@ def fit(gaps: Mapping[int, float]) -> Fit:
     return min(map(with_exponent, EXPONENTS), key=squares)
 
 
-def find_gaps(found: Sequence[core.Record], ending: str) -> Gaps:
+def find_gaps(runs: Sequence[core.Record], ending: str) -> Gaps:
     """Return the differences of runs of which the name ends so."""
-    losses = {(record["run"], record["seed"]): record["loss"] for record in found}
+    losses = {(record["run"], record["seed"]): record["loss"] for record in runs}
     gaps: Gaps = {}
     for group in read_tables().tables[TABLE].groups:
         control, *_ = expand(group[0])
@@ -70,19 +70,19 @@ def rows_of(gaps: Gaps, at: Sequence[int]) -> list[list[str]]:
     """Return a row for each number of rounds: measured, fitted to the mean, and to each seed."""
     measured = sorted({rounds for seed in gaps.values() for rounds in seed})
     values = {n: [seed[n] for seed in gaps.values() if n in seed] for n in measured}
-    whole = fit({rounds: statistics.fmean(found) for rounds, found in values.items()})
-    of_seeds = [fit(seed) for seed in gaps.values() if len(seed) > 1]
+    whole = fit({rounds: statistics.fmean(of_seeds) for rounds, of_seeds in values.items()})
+    fits = [fit(seed) for seed in gaps.values() if len(seed) > 1]
     rows = [
         [
             str(rounds),
             str(len(values.get(rounds, []))),
             core.summary(values[rounds], "+.2f") if rounds in values else "",
             f"{whole.at(rounds):+.2f}",
-            core.summary([one.at(rounds) for one in of_seeds], "+.2f"),
+            core.summary([law.at(rounds) for law in fits], "+.2f"),
         ]
         for rounds in sorted({*measured, *at})
     ]
-    exponents = core.summary([one.exponent for one in of_seeds], ".2f")
+    exponents = core.summary([law.exponent for law in fits], ".2f")
     return [*rows, ["exponent p", "", "", f"{whole.exponent:.2f}", exponents]]
 
 
@@ -93,9 +93,9 @@ def main() -> None:
     parser.add_argument("--at", type=core.list_of(core.positive), default=[])
     options = parser.parse_args()
     of_all_texts = records.read(f"parity-{TABLE}", [options.records])
-    found = [record for record in of_all_texts if record["text"] == options.text]
+    of_text = [record for record in of_all_texts if record["text"] == options.text]
     for kind, ending in KINDS.items():
-        gaps = find_gaps(found, ending)
+        gaps = find_gaps(of_text, ending)
         if all(len(seed) < 2 for seed in gaps.values()):
             print(f"{kind}: fewer than two numbers of rounds are measured")
             continue

@@ -55,7 +55,7 @@ def test_outliers_are_lost_and_rounds_do_not_wait_for_a_sick_island() -> None:
 
 @pytest.mark.parametrize("owners", [(A,), (A, B)])
 def test_a_part_beyond_all_training_is_lost_in_the_first_round(owners: tuple[str, ...]) -> None:
-    """Of one part or two, it is unknown what is usual."""
+    """Leave it out although one part, or two, do not tell what is usual."""
     desk = Desk(founded(owners, norm_limit=20.0))
     desk.norms[A] = 1e18
     round_of_all(desk, 10, owners=owners)

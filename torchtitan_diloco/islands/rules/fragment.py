@@ -286,7 +286,8 @@ class OwnFragment:
         )
         self.sent = Outstanding(part, step=island.step, at=now, is_stored=is_loss)
         if not is_loss:
-            self.counted, self.last_sent = island.tokens, island.step
+            self.counted = island.tokens
+            self.last_sent = island.step
             self.turn = island.step + island.settings.sync_every
         return part
 

@@ -22,9 +22,9 @@ HEADROOM, FASTEST = 100.0, 1e9
 """`fastest` is this multiple of the speed of the islands, and at most this value."""
 VERSIONS_JUDGED_BY = 5
 """Number of latest versions whose median norm is the usual one. It is unknown before as many."""
-IMPLAUSIBLE = 1e4
+IMPLAUSIBLE_RMS = 1e4
 """Root mean square of the values of a part from which on it is wrong, whatever is usual: far above
-what any learning rate moves parameters in a cycle."""
+what learning rates in use move parameters in a cycle."""
 USUAL = 4
 """Number of latest parts of an island that determine its usual weight."""
 
@@ -273,7 +273,7 @@ class Round:
         island says otherwise."""
         if not self.decision.settings.norm_limit:
             return set()
-        most = IMPLAUSIBLE * math.sqrt(self.shared.elements)
+        most = IMPLAUSIBLE_RMS * math.sqrt(self.shared.elements)
         return {one.slot for one in self.merging if one.norm > most}
 
     def _find_outliers(self) -> set[int]:
