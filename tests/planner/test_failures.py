@@ -141,19 +141,20 @@ def test_the_published_downtime_of_c4(
 
 
 def test_the_measured_storm() -> None:
-    """Four islands of benchmarks.islands with 15 faults in 10 minutes: 95.5 % were kept.
+    """Four islands of benchmarks.islands with 30 faults in 20 minutes: 93.4 % were kept.
 
-    Two of five faults stop an island: killed, which comes back after it was silent and has started
-    (4.9 s, docs/islands-reference.md), and stopped for 8 s.
+    Six of them stopped an island: three were killed, which come back after they were silent and
+    have started (2.6 s, docs/islands-reference.md), and three were stopped for 8 s. The model leaves
+    out the others: faults of links, of the store and of the syncer.
     """
-    stops, seconds, count, start = 6, 600.0, 4, 4.9
+    stops, seconds, count, start = 6, 1200.0, 4, 2.6
     pause = (8.0 + SILENT + start) / 2
     every = count * seconds / stops - pause
     fleet = Fleet(chips=count, mtbf=every, detect=0.0, restart=pause, rejoin=0.0)
-    rules = Rules(islands=count, sync_every=20, delay=5, step_seconds=0.1, grace_seconds=0.5)
+    rules = Rules(islands=count, sync_every=20, delay=10, step_seconds=0.1, grace_seconds=1.0)
     predicted = islands(fleet, rules).goodput
-    assert predicted == pytest.approx(0.955, abs=WITHIN)
-    assert f"{100 * predicted:.1f} %" in documented()
+    assert predicted == pytest.approx(0.934, abs=WITHIN)
+    assert f"| 93.4 % | {100 * predicted:.1f} %" in documented()
 
 
 def documented() -> str:
