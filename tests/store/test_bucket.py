@@ -17,6 +17,8 @@ from torchtitan_diloco.store import (
     StoreError,
     open_store,
 )
+from torchtitan_diloco.store.bucket import Bucket
+from torchtitan_diloco.store.store import seal
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,15 @@ def test_a_bucket_that_is_busy(bucket: Place, caplog: pytest.LogCaptureFixture) 
     assert not store.create("a", b"2")
     assert [one.name for one in store.list("")] == ["a"]
     assert any("SlowDown: Reduce your request rate" in one for one in caplog.messages)
+
+
+def test_files_of_others_are_no_objects(bucket: Place) -> None:
+    """A person may put them there, by a console: a reader of all would end with an error."""
+    store = open_store(bucket.location)
+    assert isinstance(store.backend, Bucket)
+    for name in ("change/my note.txt", "change/1-ab"):
+        store.backend.replace(name, seal(b""), large=False, durable=True)
+    assert [listed.name for listed in store.list("change/")] == ["change/1-ab"]
 
 
 def test_a_bucket_that_races_refuses_a_second_writer_later(bucket: Place) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +17,7 @@ from tests.store.places import PATIENCE, Place, bucket_environment, seaweed_plac
 from tests.store.proxy import Proxy
 from tests.store.seaweed import SeaweedServer
 from tests.store.writer import payload
+from tests.waiting import wait_until
 from torchtitan_diloco.store import (
     MOST_BYTES,
     AwayError,
@@ -28,6 +30,7 @@ from torchtitan_diloco.store import (
     StoreError,
     open_store,
 )
+from torchtitan_diloco.store import large as large_objects
 
 SEGMENTS = some.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
 CONTENTS = some.binary(max_size=2000)
@@ -275,6 +278,46 @@ def test_a_closed_store_says_so(place: Place) -> None:
 def large(store: Store) -> Iterator[LargeObjects]:
     with LargeObjects(store, 4, chunk_bytes=1000) as found:
         yield found
+
+
+def test_a_slow_link_has_fewer_chunks_at_a_time(
+    place: Place, store: Store, large: LargeObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four at a time get no answer in time, and one does."""
+    real = store.create
+    lock = threading.Lock()
+    in_flight = list[str]()
+    together = list[int]()
+
+    def create(name: str, *arguments: Any, **options: Any) -> bool:
+        with lock:
+            in_flight.append(name)
+            together.append(len(in_flight))
+        time.sleep(0.05)
+        is_alone = len(in_flight) == 1
+        with lock:
+            in_flight.remove(name)
+        if not is_alone:
+            raise AwayError("no answer")
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(store, "create", create)
+    monkeypatch.setattr(large_objects, "SHORT_SECONDS", 0.0)
+    name, content = f"{place.own}a", bytes(4000)
+    with pytest.raises(AwayError, match="no answer"):
+        large.create(name, content, resume=True)
+    wait_until(lambda: not in_flight, "the end of the chunks in flight")
+    together.clear()
+    assert large.create(name, content, resume=True)
+    assert set(together) == {1}
+    monkeypatch.setattr(large_objects, "SHORT_SECONDS", 60.0)
+    monkeypatch.setattr(store, "create", real)
+    assert large.create(f"{place.own}b", bytes(8000))
+    monkeypatch.setattr(store, "create", create)
+    together.clear()
+    with pytest.raises(AwayError, match="no answer"):
+        large.create(f"{place.own}c", content)
+    assert max(together) > 1, "more again once they are fast"
 
 
 def fetch(large: LargeObjects, name: str, most: int) -> bytes | None:

@@ -11,14 +11,20 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    FIRST_EXCEPTION,
+    Future,
+    ThreadPoolExecutor,
+    wait,
+)
 from types import TracebackType
 from typing import Annotated, TypeVar, overload
 
 import msgspec
 
 from torchtitan_diloco.base.untrusted import decode_json
-from torchtitan_diloco.store.errors import DamagedObjectError, StoreError
+from torchtitan_diloco.store.errors import AwayError, DamagedObjectError, StoreError
 from torchtitan_diloco.store.store import MOST_BYTES, Buffer, ListedObject, Store, checksum
 
 T = TypeVar("T")
@@ -30,6 +36,8 @@ _CUT = b"\1"
 CHUNK_BYTES = MOST_BYTES
 MOST_CHUNKS = 100_000
 """Maximum number of chunks, whose names a reader keeps in memory and which have five digits."""
+SHORT_SECONDS = 10.0
+"""Seconds for a chunk up to which the link has room for more at a time. An attempt has a minute."""
 _CHUNK = re.compile(r"\.[0-9a-f]{16}\.[0-9]{5}$")
 
 
@@ -59,6 +67,9 @@ class LargeObjects:
         """Time of `time.monotonic` at which a chunk was last stored."""
         self.in_flight_bytes = streams * chunk_bytes
         """Maximum number of bytes of chunks that are stored at a time."""
+        self._streams = streams
+        self._at_once = streams
+        """Number of chunks in flight at a time now: fewer over a link that is too slow for all."""
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="store")
 
     def create(
@@ -207,16 +218,36 @@ class LargeObjects:
         return [entry for entry in entries if _CHUNK.fullmatch(entry.name[len(name) :])]
 
     def _map(self, function: Callable[[T], Result], values: Iterable[T]) -> list[Result]:
-        """Call a function for each value, `streams` at a time. Raise the first error at once."""
-        futures = [self._pool.submit(function, value) for value in values]
-        try:
-            done = wait(futures, return_when=FIRST_EXCEPTION).done
-        finally:
-            for future in futures:
-                future.cancel()  # those that have begun go on
-        for future in done:
+        """Call a function for each value, some at a time. Raise the first error at once; those that
+        have begun go on.
+
+        Chunks that are in flight at the same time share the link. If the store did not answer in
+        time, half as many are, and more again once each takes a short time.
+        """
+        futures = list[Future[Result]]()
+        running = set[Future[Result]]()
+        for value in values:
+            while len(running) >= self._at_once:
+                ended, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    future.result()
+            futures.append(self._pool.submit(self._timed, function, value))
+            running.add(futures[-1])
+        for future in wait(running, return_when=FIRST_EXCEPTION).done:
             future.result()
         return [future.result() for future in futures]
+
+    def _timed(self, function: Callable[[T], Result], value: T) -> Result:
+        """Call a function, and note how many calls should be in flight at a time."""
+        began = time.monotonic()
+        try:
+            result = function(value)
+        except AwayError:
+            self._at_once = max(1, self._at_once // 2)
+            raise
+        if time.monotonic() - began < SHORT_SECONDS:
+            self._at_once = min(self._streams, self._at_once + 1)
+        return result
 
 
 class _MissingError(DamagedObjectError):

@@ -21,7 +21,7 @@ def check_name(name: str) -> str:
 
     No segment starts with a dot: this excludes `..`, and backends use such names for their files.
     """
-    if not _NAME.fullmatch(name) or not _is_short(name):
+    if not is_name(name):
         raise StoreError(f"{name[:80]!r} is not a valid name of an object: a name has {_RULE}")
     return name
 
@@ -31,6 +31,11 @@ def check_prefix(prefix: str) -> str:
     if not _PREFIX.fullmatch(prefix) or not _is_short(prefix):
         raise StoreError(f"{prefix[:80]!r} is not a valid prefix of a name: a name has {_RULE}")
     return prefix
+
+
+def is_name(name: str) -> bool:
+    """Return whether an object may have this name."""
+    return _NAME.fullmatch(name) is not None and _is_short(name)
 
 
 def is_segment(text: str) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from torchtitan_diloco.store.attempts import Attempts
 from torchtitan_diloco.store.errors import DamagedObjectError, RefusedError, StoreError
-from torchtitan_diloco.store.names import check_name, check_prefix
+from torchtitan_diloco.store.names import check_name, check_prefix, is_name
 
 _MARK = b"tds1"
 _CHECKSUM_BYTES = 4
@@ -243,6 +243,8 @@ class Store:
     def list(self, prefix: str, after: str = "", most: int | None = None) -> list[ListedObject]:
         """Return the sorted objects whose names start with `prefix` and follow `after`.
 
+        Those with names that no store has, such as files that a person has put there, are left out.
+
         `most`: return any so many of them, so that a writer of a million does not delay a reader.
         """
         check_prefix(prefix)
@@ -256,6 +258,7 @@ class Store:
                 tag=listed.tag,
             )
             for listed in objects
+            if is_name(listed.name)
         ]
 
     def delete(self, name: str) -> None:
