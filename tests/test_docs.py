@@ -232,8 +232,7 @@ def test_the_own_loop_of_an_island_runs_as_printed(checkout: Path) -> None:
     for name, output in zip("ab", printed[1:], strict=True):
         assert re.search(rf"island {name}: 4\d,\d\d\d tokens, finished", output), output
     # A start after the end has a checkpoint, and says that there is nothing left to train.
-    with pytest.raises(AssertionError, match="has ended after"):
-        run(consoles[1], checkout)
+    assert "has ended after" in run(consoles[1], checkout)
 
 
 BARE = re.compile(

@@ -76,6 +76,11 @@ class Course(Protocol):
     def has_left(self) -> bool:
         """Whether this worker leaves the run before its end, or has left it."""
 
+    @property
+    def took_end(self) -> bool:
+        """Whether the run had ended before this worker took a step, and it has taken a final model
+        that is in no checkpoint of it."""
+
     def note(self, loss: float | None, validated: tuple[int, float, float] | None) -> None:
         """Record the training loss, and step, loss and bits of the last validation."""
 
@@ -93,6 +98,7 @@ class JobCourse:
     progress = None
     entered: Sequence[int] = ()
     has_left = False
+    took_end = False
 
     def __init__(self, config: Config, plan: RunPlan, world: World) -> None:
         self._config = config

@@ -31,7 +31,7 @@ class IslandCourse:
     ) -> None:
         """`manifest`: of the checkpoint from which this island starts. `tokenizer`: fingerprint."""
         self.run = location_id(config.islands.join)
-        self.step = 0 if manifest is None else manifest.step
+        self.step = self._first_step = 0 if manifest is None else manifest.step
         self._plan = plan
         self._shard_by = config.data.shard_by
         self._validated: tuple[int, float, float] | None = None
@@ -97,6 +97,11 @@ class IslandCourse:
     @property
     def has_left(self) -> bool:
         return self._peers.left
+
+    @property
+    def took_end(self) -> bool:
+        is_over = self.finished and not self.has_left
+        return is_over and self.step == self._first_step and self._peers.took_copies
 
     def note(self, loss: float | None, validated: tuple[int, float, float] | None) -> None:
         """Put the losses into the notes of this island."""

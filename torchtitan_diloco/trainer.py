@@ -216,6 +216,8 @@ class Trainer:
                 if after.stops:
                     break
             self.outer.drain()
+            if self.course.took_end:
+                self._save_end(checkpointer)
             checkpointer.finish(stop.seconds_left)
             self.only_noticed = stop.only_noticed
         self._log_end(folder, telemetry)
@@ -241,6 +243,13 @@ class Trainer:
             asked_to_stop=requests.stop,
             asked_to_save=requests.save,
         )
+
+    def _save_end(self, checkpointer: Checkpointer) -> None:
+        """Save the final model of a run that had ended before this worker took a step."""
+        self.course.step += 1  # the checkpoint of its last step has another model
+        if checkpointer.is_due(self._after_step(Requests(stop=False, save=False))):
+            position = self.data.saved_position()
+            checkpointer.save(self.step, self.course.tokens, position)
 
     def _log_end(self, folder: Path, telemetry: Telemetry) -> None:
         """Close the course, and log where the run has ended and its summary."""

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.components.test_resume import last
 from tests.islands.by_hand import newest
@@ -18,7 +20,9 @@ from tests.metadata_server import GCP, metadata_server
 from tests.programs import PATIENCE, Program
 from tests.test_trainer import records
 from torchtitan_diloco.base.user import USER_ERROR
+from torchtitan_diloco.components.checkpoint import MODEL
 from torchtitan_diloco.components.checkpoint_folder import read_manifest
+from torchtitan_diloco.diloco.state_dict import SHARED
 
 
 def island(folder: Path, name: str, **more: object) -> Program:
@@ -135,6 +139,17 @@ def test_the_syncer_beside_an_island_outlasts_it(tmp_path: Path) -> None:
     decision = newest(tmp_path / "store")
     assert decision.ended
     assert decision.stopped
+    # Started again, the first one takes the final model, and saves it once.
+    for step in (13, 13):
+        with island(tmp_path, "a") as again:
+            assert "nothing is left to train" in again.end()
+        assert read_manifest(last(tmp_path / "a")).step == step
+    models = [load_file(last(tmp_path / name) / "rank-0.safetensors") for name in "ab"]
+    for name, value in models[1].items():
+        if name.startswith(f"{SHARED}/"):
+            assert torch.equal(models[0][name], value), name
+            of_model = name.replace(f"{SHARED}/", MODEL, 1)
+            assert torch.equal(models[0][of_model], value), "the model is the shared one"
 
 
 def test_islands_continue_a_job_that_had_a_beginning(tmp_path: Path) -> None:

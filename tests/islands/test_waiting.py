@@ -1,6 +1,5 @@
 """An island waits, and says for what; disks and servers are full or gone."""
 
-import re
 import threading
 import time
 from dataclasses import replace
@@ -14,7 +13,7 @@ from tests.diloco.toy import config
 from tests.islands.by_hand import newest, syncer
 from tests.islands.rules.desk import A, B, founded
 from tests.islands.trainees import TOKENS, Trainee, trained
-from torchtitan_diloco.base.user import LOCAL_ISLANDS, RunOverError
+from torchtitan_diloco.base.user import LOCAL_ISLANDS
 from torchtitan_diloco.islands import waiting
 from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.rules.decision import Decision
@@ -25,7 +24,7 @@ from torchtitan_diloco.islands.waiting import (
     at_boundary,
     before_start,
     obstacle,
-    raise_if_ended,
+    say_end,
 )
 from torchtitan_diloco.store import AwayError, FullError, Store, open_store
 from torchtitan_diloco.store.folder import Folder
@@ -61,6 +60,8 @@ def test_a_server_that_is_not_there_yet_is_waited_for(
         attempts.append(location)
         if len(attempts) < 4:
             raise AwayError("s3://run at host:8333: could not list (Connection refused)")
+        if len(attempts) < 6:
+            raise FullError(f"{location}: No space left on device; free some space there")
         return open_store(location, **options)
 
     monkeypatch.setattr(waiting, "open_store", open_later)
@@ -68,7 +69,7 @@ def test_a_server_that_is_not_there_yet_is_waited_for(
     monkeypatch.setattr(waiting, "LATE_SECONDS", 0.01)
     store = Waiting("island a").open(str(tmp_path / "store"), writes="part/a/")
     store.close()
-    assert len(attempts) == 4
+    assert len(attempts) == 6, "it also waits for room"
     line = "island a: waiting since 0 s for the store: s3://run at host:8333: could not list"
     assert caplog.messages[0].startswith(line)
 
@@ -126,19 +127,20 @@ def test_the_store_and_the_syncer_come_first() -> None:
     assert obstacle(link(alone, away=0.1, heard=1e9), "it") == "it", "nobody has begun the run"
 
 
-def test_a_run_that_is_over_says_what_can_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_over_says_what_can_be_done(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     machine = Island(A, facts={}, shapes=[])
     machine.decision = founded((A,))
-    raise_if_ended(machine, "join.toml")
-    machine.decision.ended = True
+    caplog.set_level("INFO")
+    say_end(machine, "join.toml")
     remedy = (
         "change total_tokens TOKENS --join join.toml` makes it longer, and another islands.join"
     )
-    with pytest.raises(RunOverError, match=re.escape(remedy)):
-        raise_if_ended(machine, "join.toml")
+    assert remedy in caplog.text
     monkeypatch.setenv(LOCAL_ISLANDS, "runs")
-    with pytest.raises(RunOverError, match=r"another run\.folder begins a new run"):
-        raise_if_ended(machine, "runs/store")
+    say_end(machine, "runs/store")
+    assert "another run.folder begins a new run" in caplog.text
 
 
 # --- a store that is full or gone -----------------------------------------------------------------

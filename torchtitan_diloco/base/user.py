@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 USER_ERROR = 2
 """Exit code for a mistake in the configuration or the data."""
 FENCED = 4
-"""Exit code of an island whose slot another one has taken: it must not be restarted."""
+"""Exit code of an island of which another process has the slot, or which was evicted: it must not
+be restarted."""
 WORKER_LOST = 3
 """Exit code if another worker died or did not answer in time."""
 LOCAL_ISLANDS = "TORCHTITAN_DILOCO_LOCAL_ISLANDS"
@@ -30,12 +31,6 @@ class UserError(ValueError):
     traceback. Any other ValueError, such as one of torch, is a bug."""
 
     exit_code = USER_ERROR
-
-
-class RunOverError(UserError):
-    """There is nothing left to do, which is a success. The message says what can be done next."""
-
-    exit_code = 0
 
 
 class PeersLostError(RuntimeError):

@@ -56,8 +56,9 @@ from torchtitan_diloco.islands.own_rounds import OwnRounds
 from torchtitan_diloco.islands.payload import Header
 from torchtitan_diloco.islands.rules import fragment as rules
 from torchtitan_diloco.islands.rules import note as notes
+from torchtitan_diloco.islands.rules.fields import MOST_TOKENS
 from torchtitan_diloco.islands.rules.fragment import Boundary
-from torchtitan_diloco.islands.rules.island import ENDED, LEFT, Island
+from torchtitan_diloco.islands.rules.island import ENDED, LEFT, OVER, Island
 from torchtitan_diloco.islands.rules.settings import Settings
 from torchtitan_diloco.islands.run_settings import in_diloco
 from torchtitan_diloco.islands.runs import Run
@@ -67,9 +68,11 @@ from torchtitan_diloco.islands.waiting import (
     at_boundary,
     before_start,
     obstacle,
-    raise_if_ended,
+    say_end,
 )
 
+RUN_ENDS = ENDED, OVER
+"""Why an island is over when the run is."""
 CLOSE_SECONDS = 5.0
 """Seconds for which a rank waits at its end for the first one."""
 AWAY_SECONDS, UNDECIDED_SECONDS = 10.0, 25.0
@@ -117,7 +120,7 @@ class IslandPeers(Peers):
         """
         check_class(islands, "islands", Islands)
         self.islands = islands
-        self.total_tokens = checked_count("total_tokens", total_tokens)  # such as 1e9
+        self.total_tokens = checked_count("total_tokens", total_tokens, MOST_TOKENS)
         self._brings = Contribution(
             islands,
             total_tokens=self.total_tokens,
@@ -143,6 +146,8 @@ class IslandPeers(Peers):
         self._durations = deque[float](maxlen=STEP_TIMES)
         self._boundary_at = math.nan
         self._used: Settings | None = None
+        self.took_copies = False
+        """Whether `join` has taken newer copies than those of the checkpoint."""
         self.reports = IslandReports(islands, self.gauges)
         self._waiting = Waiting(f"island {islands.name}")
 
@@ -170,7 +175,10 @@ class IslandPeers(Peers):
         return self._loop
 
     def join(self) -> Seat:
-        """Take a slot, wait for the run to start, and load the shared parameters."""
+        """Take a slot, wait for the run to start, and load the shared parameters.
+
+        If the run has ended, load the final ones. `finished` is true then.
+        """
         if self._is_open:
             raise RuntimeError("join() was already called: create new peers to join again")
         checksums = self._copies.checksums()
@@ -187,11 +195,9 @@ class IslandPeers(Peers):
             self._take(apply, waited)
             self._say_wait(began, before_start)  # others may train all the time
 
-        while not self._last.has_begun:
+        while not (self._last.has_begun or self._last.ending):
             self._boundary(take)
             self._last.raise_if_over(self.islands.name)
-            if self._link is not None:
-                self._link.read(lambda machine: raise_if_ended(machine, self.islands.join))
             self._say_wait(began, before_start)
         self._boundary(self._take)
         for state in self._loop.states:
@@ -200,6 +206,8 @@ class IslandPeers(Peers):
         seat = None
         if self._link is not None:
             seat = self._link.read(lambda machine: take_seat(name, machine, self.clock))
+            if self._last.ending in RUN_ENDS:
+                self._link.read(lambda machine: say_end(machine, self.islands.join))
         self.seat = share(seat, Seat, self._ranks.decisions)
         return self.seat
 
@@ -222,7 +230,7 @@ class IslandPeers(Peers):
 
     def close(self) -> None:
         if self._link is not None:
-            self._link.close(deletes_note=self._last.ending in (ENDED, LEFT))
+            self._link.close(deletes_note=self._last.ending in (*RUN_ENDS, LEFT))
             self._link = None
         if self._following is not None:
             self._following.close(timeout=CLOSE_SECONDS)  # the first rank ends it
@@ -246,7 +254,7 @@ class IslandPeers(Peers):
     @property
     def left(self) -> bool:
         """Whether this island leaves before the end of the run, or has left."""
-        return self._last.is_leaving and self._last.ending != ENDED
+        return self._last.is_leaving and self._last.ending not in RUN_ENDS
 
     @property
     def clock(self) -> int:
@@ -259,7 +267,7 @@ class IslandPeers(Peers):
 
         It is not if this island has lost its slot: the next call then raises an error.
         """
-        return self._last.is_leaving or self._last.ending in (ENDED, LEFT)
+        return self._last.is_leaving or self._last.ending in (*RUN_ENDS, LEFT)
 
     @property
     def entered(self) -> list[int]:
@@ -397,6 +405,7 @@ class IslandPeers(Peers):
 
     def _take(self, apply: rules.Apply, waited: float) -> None:
         """Take a version while this island joins. The model is written at the end."""
+        self.took_copies = True
         self._loop.meter.waited(waited)
         self._loop.states[apply.fragment].apply(self._copy_of(apply), Mode.TAKE)
 

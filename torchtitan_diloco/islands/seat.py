@@ -11,6 +11,7 @@ class Seat:
     """Position of an island in the run."""
 
     slot: int
+    """0 if the run has ended before it had one, so that it reads nothing."""
     slots: int
     streams: int
     block: int
@@ -26,14 +27,14 @@ def take_seat(name: str, machine: Island, clock: int) -> Seat:
     decision = machine.decision
     slot = machine.slot
     assert decision is not None
-    assert slot is not None
-    copy = f"takes the newest shared copy, of {clock:,} tokens, and " * (clock > 0)
-    logger.info(
-        f"island {name} has slot {slot} of {settings.slots} in run {decision.run}, {copy}starts "
-        f"at its sample {machine.position:,}"
-    )
+    if slot is not None:
+        copy = f"takes the newest shared copy, of {clock:,} tokens, and " * (clock > 0)
+        logger.info(
+            f"island {name} has slot {slot} of {settings.slots} in run {decision.run}, "
+            f"{copy}starts at its sample {machine.position:,}"
+        )
     return Seat(
-        slot,
+        slot or 0,
         settings.slots,
         settings.streams,
         settings.block,

@@ -5,13 +5,13 @@ import time
 
 from torchtitan_diloco.base.formatting import counted
 from torchtitan_diloco.base.log import logger
-from torchtitan_diloco.base.user import LOCAL_ISLANDS, RunOverError, command_line
+from torchtitan_diloco.base.user import LOCAL_ISLANDS, command_line
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS
 from torchtitan_diloco.diloco.reports import STILL_SECONDS
 from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.rules.island import Island
 from torchtitan_diloco.islands.rules.names import name_of
-from torchtitan_diloco.store import AwayError, Store, open_store
+from torchtitan_diloco.store import AwayError, FullError, Store, open_store
 from torchtitan_diloco.store.store import PATIENCE_SECONDS
 
 OFTEN = 60.0
@@ -38,12 +38,12 @@ class Waiting:
             logger.warning(f"{self._who}: waiting since {waited:.0f} s for {what}")
 
     def open(self, location: str, writes: str) -> Store:
-        """Open the store of a run, after waiting until it is there."""
+        """Open the store of a run, after waiting until it is there, and has room."""
         since = time.monotonic()
         while True:
             try:
                 store = open_store(location, writes=writes, patience=OPEN_SECONDS)
-            except AwayError as error:
+            except (AwayError, FullError) as error:
                 self.say(since, f"the store: {error}")
                 time.sleep(STILL_SECONDS)
             else:
@@ -99,15 +99,14 @@ def at_boundary(machine: Island) -> str:
     return f"versions with its last parts{senders}"
 
 
-def raise_if_ended(machine: Island, join: str) -> None:
-    """Raise a RunOverError, which says what can be done, if a run has ended before this island has
-    a slot."""
+def say_end(machine: Island, join: str) -> None:
+    """Log that a run has ended before this island took a step, and what can be done."""
     decision = machine.decision
-    if decision is None or not decision.ended or machine.slot is not None:
-        return
+    assert decision is not None
     command = f"{command_line('islands')} change total_tokens TOKENS --join {join}"
     key = "run.folder" if LOCAL_ISLANDS in os.environ else "islands.join"
-    raise RunOverError(
+    logger.info(
         f"run {decision.run} in {join} has ended after {decision.fragments[0].clock:,} tokens, so "
-        f"nothing is left to train: `{command}` makes it longer, and another {key} begins a new run"
+        f"nothing is left to train, and island {name_of(machine.incarnation)} has its final model: "
+        f"`{command}` makes it longer, and another {key} begins a new run"
     )

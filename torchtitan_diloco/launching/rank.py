@@ -16,7 +16,6 @@ from torchtitan_diloco.base.process import say
 from torchtitan_diloco.base.user import (
     WORKER_LOST,
     PeersLostError,
-    RunOverError,
     UserError,
     cause_of,
     command_line,
@@ -175,5 +174,4 @@ def is_out_of_memory(error: Exception) -> bool:
 def _print_error(error: Exception, cause: str = "") -> None:
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
     text = "; ".join([str(error), *getattr(error, "__notes__", [])])
-    kind = "" if isinstance(error, RunOverError) else "error: "
-    say(f"{rank}{kind}{cause}{text}")
+    say(f"{rank}error: {cause}{text}")

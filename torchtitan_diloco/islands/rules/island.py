@@ -38,7 +38,7 @@ COPY_VERSIONS = 8
 
 ENDED, LEFT, REJOIN, OVER = "ended", "left", "rejoin", "over"
 """Why an incarnation of an island is over, in addition to `ENDS`. After REJOIN, its process is to
-be restarted. OVER: the run has ended before it had a slot."""
+be restarted. OVER: the run has ended before it had a slot, and it has the final copies."""
 
 
 class Island:
@@ -167,8 +167,6 @@ class Island:
             else:
                 self._end(REJOIN, "its slot was given to another island: it has to be restarted")
         self.slot = slot
-        if slot is None and decision.ended:
-            self._end(OVER, "")
 
     def _end(self, why: str, line: str) -> None:
         self.ending = self.ending or why
@@ -186,10 +184,13 @@ class Island:
             one.on_checksum(copy.version, copy.checksum or "unknown")
 
     def wanted(self) -> list[Object]:
-        """Return the objects to download, in this order."""
+        """Return the objects to download, in this order: those of fragments of which the first one
+        could not be read come last."""
         if self.ending or self.decision is None or not self.decision.is_founded:
             return []
-        return [stored for one in self.fragments for stored in one.wanted()]
+        of_fragments = [(one, one.wanted()) for one in self.fragments]
+        of_fragments.sort(key=lambda pair: not pair[0].missing.isdisjoint(pair[1][:1]))
+        return [stored for _, wanted in of_fragments for stored in wanted]
 
     def on_held(self, stored: Object, now: float) -> None:
         """An object was downloaded and its bytes were checked."""
@@ -199,7 +200,8 @@ class Island:
 
     def on_missing(self, stored: Object) -> None:
         """An object could not be read, because it is not visible yet, is damaged, or was lost when
-        the store was put back. A newer copy takes its place once there is one."""
+        the store was put back, or because a disk fails. A newer copy takes its place once there is
+        one."""
         if stored.fragment < len(self.fragments):
             self.fragments[stored.fragment].missing.add(stored)
 
@@ -293,6 +295,8 @@ class Island:
                 due.applies.append(apply)
         self._begin_if_ready()
         if not self.is_training:
+            if self.slot is None:
+                self._finish(OVER)
             return due
         self._look_at_end()
         if due.applies:
@@ -308,7 +312,7 @@ class Island:
         due.waits_until = max(waits, default=None)
         due.is_training = not self.is_stopped
         due.phases = max(len(self.entered), self.decision.phases)
-        self._finish()
+        self._finish(ENDED)
         return due
 
     def on_stored(self, part: Part, size: int, now: float, *, is_finite: bool = True) -> None:
@@ -349,18 +353,19 @@ class Island:
         is_short = one.shared.clock < self.settings.total_tokens
         return is_short and self.position > one.ledger.taken
 
-    def _finish(self) -> None:
+    def _finish(self, why: str) -> None:
+        """End once the run has ended and the final copies are applied."""
         assert self.decision is not None
         is_newest = all(one.applied == one.shared.version for one in self.fragments)
         if self.decision.ended and is_newest:
-            self._end(ENDED, "")
+            self._end(why, "")
 
     # --- what others see --------------------------------------------------------------------------
 
     def _wish(self) -> str:
         if self.slot is None:
-            may_join = self._is_near() and not self.is_leaving and not self.ending
-            return JOIN if may_join else ""
+            is_over = self.is_leaving or self.ending or self.decision is None or self.decision.ended
+            return JOIN if self._is_near() and not is_over else ""
         if not self.is_leaving:
             return ""
         is_busy = self.is_training and any(
