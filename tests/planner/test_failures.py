@@ -144,8 +144,8 @@ def test_the_measured_storm() -> None:
     """Four islands of benchmarks.islands with 30 faults in 20 minutes: 93.4 % were kept.
 
     Six of them stopped an island: three were killed, which come back after they were silent and
-    have started (2.6 s, docs/islands-reference.md), and three were stopped for 8 s. The model leaves
-    out the others: faults of links, of the store and of the syncer.
+    have started (2.6 s, docs/islands-reference.md), and three were stopped for 8 s. The model
+    leaves out the others: faults of links, of the store and of the syncer.
     """
     stops, seconds, count, start = 6, 1200.0, 4, 2.6
     pause = (8.0 + SILENT + start) / 2
