@@ -21,6 +21,7 @@ from torchtitan_diloco.islands.config import location_id
 from torchtitan_diloco.islands.overview import View, overview
 from torchtitan_diloco.islands.page import RunPages, serve_page
 from torchtitan_diloco.islands.page_server import PageServer, html_page
+from torchtitan_diloco.islands.reader import Reader
 from torchtitan_diloco.islands.rules import history
 from torchtitan_diloco.report import page as report
 from torchtitan_diloco.report.run_records import open_runs
@@ -117,6 +118,35 @@ def test_a_join_file_gives_the_login_of_the_page(tmp_path: Path) -> None:
         assert status == 200
         assert b"read" in content
         assert LOGIN[1].encode() not in content
+
+
+def test_the_history_is_worked_out_when_somebody_asks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After weeks, it takes long, and the process may be the one that decides."""
+    reads, views = list[Reader](), list[Reader]()
+    read, view = Reader.read, Reader.view
+
+    def count_read(reader: Reader) -> None:
+        reads.append(reader)
+        read(reader)
+
+    def count_view(reader: Reader) -> View:
+        views.append(reader)
+        return view(reader)
+
+    monkeypatch.setattr(Reader, "read", count_read)
+    monkeypatch.setattr(Reader, "view", count_view)
+    monkeypatch.setattr("torchtitan_diloco.islands.page.REFRESH_SECONDS", 0.02)
+    with closing(RunPages(folder)) as pages:
+        wait_until(lambda: len(reads) > 5, "the reader")
+        assert views == []
+        for number in (1, 2):
+            time.sleep(0.05)
+            shown = pages.page("/")
+            assert shown is not None
+            assert b"b is heard again" in shown[1]
+            assert len(views) == number
 
 
 def test_a_page_waits_for_its_run(tmp_path: Path) -> None:

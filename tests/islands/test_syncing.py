@@ -1,5 +1,6 @@
 """Syncers as processes, which are killed, paused and replaced."""
 
+import errno
 import logging
 import math
 import os
@@ -8,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +20,22 @@ from tests.islands.by_hand import HandIsland, newest, open_run, syncer, train
 from tests.programs import Program
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands import syncing
-from torchtitan_diloco.islands.rules.jobs import Load
+from torchtitan_diloco.islands.rules.decision import PROTOCOL, Decision, Fate
+from torchtitan_diloco.islands.rules.founding import Founding
+from torchtitan_diloco.islands.rules.jobs import Adopt, Fetch, Load
+from torchtitan_diloco.islands.rules.names import founding_name
 from torchtitan_diloco.islands.rules.note import Part
+from torchtitan_diloco.islands.rules.presence import Presence
 from torchtitan_diloco.islands.runs import Decisions
-from torchtitan_diloco.islands.scratch import folder_of, lock_folder
+from torchtitan_diloco.islands.scratch import (
+    folder_of,
+    lock_folder,
+    read_session,
+    write_session,
+)
 from torchtitan_diloco.islands.syncing import SyncerProcess
-from torchtitan_diloco.islands.tasks import FragmentTasks
+from torchtitan_diloco.islands.tasks import UNREADABLE_SECONDS, FragmentTasks, TransferTasks
+from torchtitan_diloco.store import AwayError, LargeObjects
 
 TOKENS = [100, 170]
 PATIENCE = 120.0
@@ -240,10 +253,101 @@ def test_a_folder_has_the_same_files_by_all_its_paths(
     assert paths.isdisjoint({folder_of(tmp_path, "other"), folder_of(tmp_path, "s3://run")})
 
 
-def test_one_folder_has_one_syncer(tmp_path: Path) -> None:
-    file = lock_folder(tmp_path)
-    try:
-        with pytest.raises(UserError, match="give another one with --scratch"):
-            lock_folder(tmp_path)
-    finally:
-        os.close(file)
+def test_each_syncer_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    """So that the second one on a machine can stand by."""
+    names = [lock_folder(tmp_path / "run").name for _ in range(3)]
+    assert names == ["run", "run-2", "run-3"]
+
+
+def test_a_session_of_another_machine_may_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared file system may have locks that hold on one machine only."""
+    write_session(tmp_path, "5e55")
+    assert read_session(tmp_path) == "5e55"
+    monkeypatch.setattr("socket.gethostname", lambda: "other")
+    assert read_session(tmp_path) == ""
+
+
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(UserError, match=r"No locks available: .* on a disk of this machine"):
+        lock_folder(tmp_path)
+
+
+class Machine:
+    """The machine of a syncer that hears islands all the time."""
+
+    def __init__(self) -> None:
+        self.presence = Presence()
+        self.fates = list[Fate]()
+        self.adopted = list[bool]()
+
+    def call(self, call: Callable[[Any], Any], /) -> Any:
+        return call(self)
+
+    def sleep(self, seconds: float) -> None:
+        self.presence.listened += seconds
+
+    def on_part(self, _: str, __: Part, fate: Fate) -> None:
+        self.fates.append(fate)
+
+    def on_adopted(self, _: str, __: Founding, is_whole: bool) -> None:
+        self.adopted.append(is_whole)
+
+
+def test_a_part_that_cannot_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If its syncer hears islands all the time, it is not the store that is away."""
+
+    def get(*_: object, **__: object) -> None:
+        raise AwayError("it cannot be read")
+
+    monkeypatch.setattr(LargeObjects, "get", get)
+    machine = Machine()
+    fragments: Any = SimpleNamespace(memory_for=lambda _: memoryview(bytearray(8)))
+    part = Part(0, 1, 0, "0", 0, 10, weight=10, size=8)
+    with open_run(tmp_path) as run:
+        transfers = TransferTasks(run, fragments, machine.call, machine.sleep, lambda: None)
+        transfers.fetch(Fetch("b/1111", part))
+    assert machine.fates == [Fate.UNREADABLE]
+    assert machine.presence.listened == pytest.approx(UNREADABLE_SECONDS, abs=1.0)
+
+
+def test_copies_of_a_founder_are_read_once_all_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[str]()
+    real = LargeObjects.get
+
+    def get(large: LargeObjects, name: str, *arguments: Any) -> Any:
+        read.append(name)
+        return real(large, name, *arguments)
+
+    monkeypatch.setattr(LargeObjects, "get", get)
+    machine = Machine()
+    with open_run(tmp_path / "store") as run:
+        island = HandIsland(run, "a", config(1, delay=1))
+        founding = island.founding
+        decision = Decision(PROTOCOL, 1, "session", founding.run, founding.settings)
+        decision.founder = island.incarnation
+        island.machine.on_decision(decision, 0.0)
+        fragments = FragmentTasks(run, tmp_path / "scratch", machine.call, machine.sleep)
+        adopt = Adopt(island.incarnation, founding)
+        fragments.adopt(adopt)
+        names = [founding_name(island.incarnation, number) for number in range(len(island.states))]
+        assert len(names) > 1
+        island.found()
+        run.large.delete(names[-1])
+        fragments.adopt(adopt)
+        assert read == [], "one is missing"
+        run.large.create(names[-1], b"damaged")
+        fragments.adopt(adopt)
+    assert read == names
+    assert machine.adopted == [False, False, False]

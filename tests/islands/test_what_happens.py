@@ -80,6 +80,10 @@ SHOWN = {
         "islands/test_bucket_server.py::test_a_killed_syncer_is_started_again",
     ],
     "the disk is full": ["islands/test_waiting.py::test_a_full_disk_delays_and_loses_nothing"],
+    "an object cannot be read, although the store is there": [
+        "islands/rules/test_island_start.py::test_what_could_not_be_read_delays_no_other_fragment",
+        "islands/test_syncing.py::test_a_part_that_cannot_be_read_is_refused",
+    ],
     "all islands die, and the syncer": [
         "islands/test_faults.py::test_all_processes_are_killed_and_go_on",
     ],
@@ -120,7 +124,8 @@ SHOWN = {
         "islands/test_waiting.py::test_what_an_island_waits_for_before_it_trains",
         "islands/rules/test_syncer.py::test_rounds_begin_when_enough_islands_are_there",
     ],
-    "an island joins a run that has ended": [
+    "an island joins a run that has ended, or is started again then": [
+        "islands/test_run.py::test_the_syncer_beside_an_island_outlasts_it",
         "islands/test_waiting.py::test_a_run_that_is_over_says_what_can_be_done",
     ],
     "a login is revoked": [

@@ -14,9 +14,11 @@ from tests.launching.running import Running, launcher, start
 from tests.launching.test_torchrun import TORCHRUN
 from torchtitan_diloco.base.user import USER_ERROR
 from torchtitan_diloco.islands.__main__ import main as islands
+from torchtitan_diloco.islands.beside import SyncerBeside
 from torchtitan_diloco.islands.rules.decision import PROTOCOL, Decision, encode_decision
 from torchtitan_diloco.islands.rules.names import run_name
 from torchtitan_diloco.launching.launch import main
+from torchtitan_diloco.store import AwayError, RefusedError
 
 LEADS = "leads, in session"
 
@@ -64,6 +66,28 @@ def test_the_syncer_ends_with_an_island_that_fails_before_there_is_a_run(tmp_pat
     with launcher(console, "crash:2:1", *settings(tmp_path), workers=1) as run:
         assert run.wait() == 2
     assert "the run in " not in run.printed()
+
+
+def test_the_syncer_outlasts_an_island_that_fails_while_the_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be a run, whose other islands need it."""
+    monkeypatch.setattr("torchtitan_diloco.islands.beside.STOP_SIGNALS", ())
+    said = list[str]()
+    beside = SyncerBeside(str(tmp_path / "store"), said.append)
+
+    def refuse(error: Exception) -> None:
+        def open_nothing(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("torchtitan_diloco.islands.beside.open_store", open_nothing)
+
+    refuse(RefusedError("there is no such bucket"))
+    beside.outlast(2)
+    assert said == []
+    refuse(AwayError("it does not answer"))
+    beside.outlast(2)
+    assert "has not ended: its syncer goes on here" in said[0]
 
 
 def test_the_login_of_a_site_cannot_decide(

@@ -11,7 +11,7 @@ from torchtitan_diloco.islands.rules.commit import CallFailedError
 from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.store import StoreError, open_store
+from torchtitan_diloco.store import AwayError, StoreError, open_store
 
 LOOK_SECONDS = 0.2
 
@@ -48,8 +48,15 @@ class SyncerBeside:
 
         `code`: exit code of the island of this job.
         """
-        decision = self._newest()
-        if decision is None and code:
+        decision = None
+        is_known = True
+        try:
+            decision = self._newest()
+        except (AwayError, CallFailedError):
+            is_known = False  # there may be a run, whose islands need the syncer
+        except (MalformedError, StoreError):
+            pass
+        if decision is None and is_known and code:
             return
         if decision is None or not decision.ended:
             self._say(
@@ -67,14 +74,9 @@ class SyncerBeside:
             self._thread.join(LOOK_SECONDS)
 
     def _newest(self) -> Decision | None:
-        """Return the newest decision, or None if there is none or it cannot be read."""
-        try:
-            run = Run(open_store(self._location, writes=None, patience=0.0, quiet=True))
-        except StoreError:
-            return None
+        """Return the newest decision, or None if there is none. Raise if it cannot be read."""
+        run = Run(open_store(self._location, writes=None, patience=0.0, quiet=True))
         try:
             return run.newest()
-        except (CallFailedError, MalformedError, StoreError):
-            return None
         finally:
             run.close()

@@ -169,11 +169,11 @@ def change_commands(islands: Islands, settings: Mapping[str, object]) -> str:
     return " && ".join(lines)
 
 
-def checked_count(name: str, value: Any) -> int:
+def checked_count(name: str, value: Any, most: int = LARGEST) -> int:
     """Return a number of tokens or samples as an integer, because users write 1e9."""
-    if isinstance(value, int | float) and value > LARGEST:
+    if isinstance(value, int | float) and value > most:
         raise UserError(
-            f"{name} = {value!r}: give at most {LARGEST:.3g}, the largest number in a decision"
+            f"{name} = {value!r}: give at most {most:.3g}, the largest number in a decision"
         )
     try:
         return convert(value, Positive)  # type: ignore[no-any-return]

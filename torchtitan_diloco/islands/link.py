@@ -359,16 +359,16 @@ class Link:
             began = time.monotonic()
             try:
                 content = self.run.large.get(stored.name, into=memory)
-            except AwayError as error:
-                logger.warning(f"{error}; trying again")
+            except (AwayError, DamagedObjectError) as error:
+                is_away = isinstance(error, AwayError) and self.away_seconds > STILL_SECONDS
+                until = "" if is_away else ", until there is a newer copy"
+                logger.warning(f"{error}; trying again{until}")
                 self._sleep(AGAIN_SECONDS)
-                continue
-            except DamagedObjectError as error:
-                logger.warning(f"{error}; trying again, until there is a newer copy")
-                self._sleep(AGAIN_SECONDS)
+                if is_away:
+                    continue
                 content = None
             if content is None:  # not visible yet, or old: look at the next decision
-                # The memory is not used again: after damage, a chunk may be under way.
+                # The memory is not used again: after an error, a chunk may be under way.
                 with self._changed:
                     self.machine.on_missing(stored)
                 self._sleep(LOOK)

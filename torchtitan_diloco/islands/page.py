@@ -12,17 +12,26 @@ from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.store import AwayError, ClosedError, open_store
 from torchtitan_diloco.store.join_file import read_join_file
 
+VIEW_SECONDS = 10.0
+"""Longest wait of a request for the newest state."""
 REOPEN_SECONDS = 2.0
 """Seconds after which a store that could not be opened is opened again."""
 
 
 class RunPages:
-    """Reads a run in a thread, with its whole history, and renders its pages."""
+    """Reads a run in a thread, with its whole history, and renders its pages.
+
+    What the history says is only worked out when somebody asks: after some weeks that takes a good
+    part of a second, and the process may be the one that decides for the run.
+    """
 
     def __init__(self, location: str | Path) -> None:
         self._location = location
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._is_asked = threading.Event()
+        self._is_viewed = threading.Event()
+        """Whether `_view` is newer than the last request for it."""
         self._view: View | None = None
         self._problem = "reading the run"
         self._built_at = -REFRESH_SECONDS
@@ -34,12 +43,16 @@ class RunPages:
         """Return type and content, at most a second old, or None if there is no such page."""
         with self._lock:
             if time.monotonic() > self._built_at + REFRESH_SECONDS:
+                self._is_viewed.clear()
+                self._is_asked.set()
+                self._is_viewed.wait(VIEW_SECONDS)
                 self._pages = self._build()
                 self._built_at = time.monotonic()
             return self._pages.get(path)
 
     def close(self) -> None:
         self._closed.set()
+        self._is_asked.set()
         self._thread.join()
 
     def _build(self) -> dict[str, tuple[str, bytes]]:
@@ -63,6 +76,7 @@ class RunPages:
             except Exception as error:  # the store may be away, or the run be another one
                 self._view = None
                 self._problem = f"the run cannot be read: {error}"
+                self._is_viewed.set()
             self._closed.wait(REOPEN_SECONDS)
 
     def _read(self) -> None:
@@ -73,8 +87,11 @@ class RunPages:
             while not self._closed.is_set():
                 with suppress(AwayError):  # the page says so
                     reader.read()
-                self._view = reader.view()
-                self._closed.wait(REFRESH_SECONDS)
+                if self._is_asked.is_set():
+                    self._is_asked.clear()
+                    self._view = reader.view()
+                    self._is_viewed.set()
+                self._is_asked.wait(REFRESH_SECONDS)
         finally:
             run.close()
 

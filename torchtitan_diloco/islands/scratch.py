@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import os
 import shutil
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -196,48 +197,53 @@ def remove_files(folder: Path) -> None:
             path.unlink()
 
 
-def lock_folder(folder: Path) -> int:
-    """Lock a folder for this process, and return the open file. Raise a UserError if another
-    syncer on this machine uses it."""
+def lock_folder(first: Path) -> Path:
+    """Lock a folder for this process until it ends, and return it: `first`, or the next one with a
+    number that no other syncer on this machine uses."""
+    numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([first], numbered) if _lock(folder))
+
+
+def _lock(folder: Path) -> bool:
+    """Lock a folder for this process, and return whether no other process has."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            return False
+    except OSError as error:  # such as a file system without locks
         raise UserError(_unusable(folder, error)) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        raise UserError(
-            f"{folder}: another syncer of this run uses this folder: give another one with "
-            "--scratch"
-        ) from None
-    return file
+    return True
 
 
 def write_session(folder: Path, session: str) -> None:
     """Remember the session in which this process leads, before its first decision."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / SESSION, session.encode())
+        write_whole(folder / SESSION, f"{session} {socket.gethostname()}".encode())
     except OSError as error:
         raise UserError(_unusable(folder, error)) from error
 
 
 def read_session(folder: Path) -> str:
-    """Return the session in which a syncer led with this folder, or an empty string.
+    """Return the session in which a syncer led with this folder here, or an empty string.
 
     It has ended if this process has locked the folder, even if it was killed: nobody has to wait
-    until its decisions stand still.
+    until its decisions stand still. Of another machine, nobody knows: locks of a shared file system
+    may hold on one machine only.
     """
     try:
-        return (folder / SESSION).read_text(encoding="ascii")
+        session, _, host = (folder / SESSION).read_text(encoding="utf-8").partition(" ")
     except (OSError, ValueError):
         return ""
+    return session if host == socket.gethostname() else ""
 
 
 def _unusable(folder: Path, error: OSError) -> str:
     return (
-        f"{folder}: {error.strerror}: make it writable, free some space, or give another folder "
-        "with --scratch"
+        f"{folder}: {error.strerror}: make it writable, free some space, or give a folder on a "
+        "disk of this machine with --scratch"
     )

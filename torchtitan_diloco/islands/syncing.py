@@ -31,7 +31,13 @@ from torchtitan_diloco.base.process import STOP_SIGNALS
 from torchtitan_diloco.islands.config import check_may_decide
 from torchtitan_diloco.islands.heard import Heard
 from torchtitan_diloco.islands.lanes import Lanes
-from torchtitan_diloco.islands.rules.commit import CallFailedError, Outcome, StandBy, commit
+from torchtitan_diloco.islands.rules.commit import (
+    LOOKS_APART,
+    CallFailedError,
+    Outcome,
+    StandBy,
+    commit,
+)
 from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.jobs import (
@@ -155,7 +161,7 @@ class SyncerProcess:
             if watch.newest is not None and not is_said:
                 is_said = True
                 self._say(f"standing by: run {watch.newest.run} may have another syncer")
-            self._stopping.wait(max(0.1, 2 * self._poll_seconds))
+            self._stopping.wait(max(0.1, watch.pause or LOOKS_APART * self._poll_seconds))
         return watch.newest
 
 
@@ -398,8 +404,7 @@ def sync(
 ) -> None:
     """Run a syncer in this process, until a signal or the end of the run."""
     check_may_decide(location)
-    folder = folder_of(scratch, location)
-    lock_folder(folder)  # until the process ends
+    folder = lock_folder(folder_of(scratch, location))
     run = Run(Waiting("the syncer").open(location, writes=""))
     process = SyncerProcess(run, folder, threads=threads, stays=stays, say=say)
 

@@ -50,6 +50,8 @@ from torchtitan_diloco.islands.spares import Spares
 from torchtitan_diloco.islands.transfers import AGAIN_SECONDS
 from torchtitan_diloco.store import AwayError, DamagedObjectError, FullError
 
+UNREADABLE_SECONDS = 300.0
+"""Seconds for which a part cannot be read, although others are heard, after which it is refused."""
 LOOKS, LOOK_SECONDS = 10, 0.3
 """Number of attempts to find an object that is not visible yet, and the seconds between them."""
 SPARE_PARTS = 8
@@ -149,8 +151,8 @@ class FragmentTasks:
         founding = job.founding
         scratch = self.open(founding.run, list(founding.shapes), founding.settings)
         states = list[FragmentState]()
-        is_whole = True
-        for fragment, checksum in enumerate(founding.checksums):
+        is_whole = self._are_stored(job)
+        for fragment, checksum in enumerate(founding.checksums if is_whole else []):
             states.append(scratch.take(fragment))
             name = founding_name(job.incarnation, fragment)
             is_whole = self._read_founding(name, states[-1], scratch.layouts[fragment]) == checksum
@@ -166,6 +168,16 @@ class FragmentTasks:
         else:
             self._scratch = None  # another founder may have other fragments
         self._deliver(lambda machine: machine.on_adopted(job.incarnation, founding, is_whole))
+
+    def _are_stored(self, job: Adopt) -> bool:
+        """Return whether all copies of a founder are listed. Until then, none is read: at a
+        provider, each look would cost the traffic of those that are there."""
+        names = {
+            founding_name(job.incarnation, number) for number in range(len(job.founding.shapes))
+        }
+        prefix = founding_name(job.incarnation)
+        listed = patiently(self._run, lambda: self._run.store.list(prefix), self._sleep)
+        return names <= {entry.name for entry in listed}
 
     def _read_founding(self, name: str, state: FragmentState, layout: Layout) -> str:
         """Read a copy of a founder, and return its checksum, or nothing if there is none."""
@@ -325,6 +337,10 @@ def _state_of(machine: Syncer) -> Decision:
     return machine.state
 
 
+def _listened(machine: Syncer) -> float:
+    return machine.presence.listened
+
+
 class TransferTasks:
     """Fetches parts, and uploads objects."""
 
@@ -347,9 +363,16 @@ class TransferTasks:
         part = job.part
         name = part_name(job.incarnation, part.fragment, part.number)
         fate = Fate.UNREADABLE
+        give_up_at = self._deliver(_listened) + UNREADABLE_SECONDS
+
+        def sleep(seconds: float) -> None:
+            self._sleep(seconds)
+            if self._deliver(_listened) > give_up_at:  # it is not the store that is away
+                raise DamagedObjectError(f"{name} cannot be read")
+
         try:
             for _ in range(LOOKS):
-                content = patiently(self._run, partial(self._get, name, part), self._sleep)
+                content = patiently(self._run, partial(self._get, name, part), sleep)
                 if content is not None:
                     fate = self._judge(job, content)
                     break

@@ -116,6 +116,14 @@ def test_a_part_is_bounded_before_the_speed_is_known() -> None:
     assert desk.ledger(0).fate is Fate.MERGED
 
 
+def test_a_founder_of_small_batches_refuses_nobody() -> None:
+    """While no speed is known, an island may send a hundredth of the run."""
+    desk = Desk(founded(fastest=0.0, block=1, sync_every=10, total_tokens=10**6))
+    desk.note(B, desk.part(1, samples=5000), step=1)
+    desk.pass_time(2.0)
+    assert desk.ledger(1).fate is Fate.MERGED
+
+
 def test_a_hundred_starts_of_a_name_are_eight() -> None:
     desk = Desk(founded((A,)))
     starts = [f"a/{number:04x}" for number in range(1, 101)]

@@ -7,6 +7,7 @@ import pytest
 
 from tests.islands.rules.desk import A, B, Desk, founded
 from torchtitan_diloco.diloco.formats import island_formats
+from torchtitan_diloco.islands.peers import UNDECIDED_SECONDS
 from torchtitan_diloco.islands.rules.changes import (
     MOST_DONE,
     SETTLED_SECONDS,
@@ -19,9 +20,11 @@ from torchtitan_diloco.islands.rules.changes import (
     changed,
     make,
 )
+from torchtitan_diloco.islands.rules.commit import PAUSES_STILL
 from torchtitan_diloco.islands.rules.decision import BARRED
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.history import EventKind
+from torchtitan_diloco.islands.rules.settings import MOST_PAUSE
 
 
 class Requests:
@@ -133,6 +136,33 @@ def test_an_island_is_asked_to_leave_evicted_and_admitted() -> None:
     desk.note("b/2222", wish="join")
     requests.pass_time(0.5)
     assert "b/2222" in desk.state.owners()
+
+
+def test_phases_that_have_begun_stay_so_in_a_longer_run() -> None:
+    """An island may have entered one that no note of it has said yet."""
+    desk = Desk(founded((A,), phases=(0.1, 0.5), total_tokens=100))
+    desk.note(A, desk.part(0, samples=20), step=10, entered=[])
+    desk.pass_time(1.0)
+    assert desk.state.phases == 1
+    requests = Requests(desk)
+    requests.ask("1", Set("total_tokens", "1000"))
+    requests.pass_time(1.0)
+    assert desk.state.settings.total_tokens == 1000
+    assert desk.state.settings.phases == pytest.approx((0.01, 0.5))
+    assert desk.state.phases == 1
+    desk.note(A, desk.part(0, samples=5), step=20, position=25, entered=[20])
+    desk.pass_time(1.0)
+    assert desk.state.slots[0].entered == [20]
+    assert desk.ledger(0).taken == 25
+
+
+@pytest.mark.parametrize("key", ["commit_seconds", "poll_seconds"])
+def test_pauses_are_shorter_than_what_takes_a_syncer_for_dead(key: str) -> None:
+    state = founded()
+    assert MOST_PAUSE * PAUSES_STILL < UNDECIDED_SECONDS
+    changed(state.settings, Set(key, f"{MOST_PAUSE}"))
+    with pytest.raises(MalformedError, match=f"{key} = 6"):
+        changed(state.settings, Set(key, "6"))
 
 
 @pytest.mark.parametrize("codec", ["fp5", "topk", "other"])

@@ -194,6 +194,13 @@ def test_a_stand_by_takes_over_when_the_number_stands_still() -> None:
     assert Watch(None).look(0.0), "the location is empty"
 
 
+def test_a_stand_by_waits_for_a_syncer_that_decides_rarely() -> None:
+    rare = founded(commit_seconds=5.0, poll_seconds=5.0).settings
+    watch = Watch(5, settings=rare)
+    looks = [10.0 * number for number in range(3)]
+    assert [watch.look(now) for now in looks] == [False, False, True], "each look counts ten"
+
+
 def test_a_stand_by_does_not_count_an_outage_of_the_store() -> None:
     watch = Watch(5)
     assert not watch.look(0.0)

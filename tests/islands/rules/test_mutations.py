@@ -155,7 +155,7 @@ MUTATIONS = {
     ),
     "silence is time listened": Mutation(
         Presence.listen,
-        "min(now - self._polled, MOST_LISTENED)",
+        "min(now - self._polled, most_listened(pause))",
         "now - self._polled",
         test_syncer.test_an_outage_of_the_store_takes_no_slot,
     ),
@@ -287,7 +287,7 @@ MUTATIONS = {
     ),
     "a stand-by counts time in which it could read": Mutation(
         commit.StandBy.watch,
-        "min(now - self._read_at, MOST_LISTENED)",
+        "min(now - self._read_at, most_listened(self.pause))",
         "now - self._read_at",
         test_commit.test_a_stand_by_does_not_count_an_outage_of_the_store,
     ),

@@ -103,6 +103,18 @@ def changed(settings: Settings, change: Set) -> Settings:
     return after
 
 
+def keep_begun_phases(state: Decision, after: Settings) -> Settings:
+    """Return settings with which the phases that have begun start at the same tokens as before.
+
+    Otherwise, a longer run would have fewer phases: nobody could say where its stream has entered
+    the others, and parts that end after that are not judged.
+    """
+    before = state.settings
+    begun = state.phases
+    same = [share * before.total_tokens / after.total_tokens for share in before.phases[:begun]]
+    return msgspec.structs.replace(after, phases=(*same, *before.phases[begun:]))
+
+
 def _number(value: str) -> Any:
     """Return whole numbers as such, also if they are written as 1e9."""
     try:
@@ -125,6 +137,8 @@ def make(state: Decision, raw: bytes) -> Change:
                     f"total_tokens {after.total_tokens}: the run has merged {merged}, give at "
                     "least that"
                 )
+            if after.total_tokens != state.settings.total_tokens:
+                after = keep_begun_phases(state, after)
             if after.sync_every != state.settings.sync_every:
                 for shared in state.fragments:
                     shared.norms = []  # parts have another usual norm from now on

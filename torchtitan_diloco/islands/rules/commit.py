@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from torchtitan_diloco.islands.rules.decision import Decision, decode_decision
 from torchtitan_diloco.islands.rules.founding import WentBackError
 from torchtitan_diloco.islands.rules.names import RUN, run_name, run_number
-from torchtitan_diloco.islands.rules.presence import MOST_LISTENED
+from torchtitan_diloco.islands.rules.presence import most_listened
 
 RETRY = 0.3
 """Seconds after which a failed call is repeated."""
@@ -150,8 +150,11 @@ class Reader:
         return content
 
 
-STANDSTILL = 10.0
-"""Seconds without a new decision after which a standby takes over."""
+STANDSTILL, PAUSES_STILL = 10.0, 3
+"""Seconds, and number of the longest pauses between decisions, without a new one after which a
+standby takes over."""
+LOOKS_APART = 2
+"""Number of polls of an island between two looks of a standby."""
 
 
 class StandBy:
@@ -170,6 +173,11 @@ class StandBy:
         self._read_at: float | None = None
         self._still = 0.0
 
+    @property
+    def pause(self) -> float:
+        """Usual seconds between two looks, or 0 if it is unknown."""
+        return 0.0 if self.newest is None else LOOKS_APART * self.newest.settings.poll_seconds
+
     def watch(self, now: float) -> Generator[Call, Any, bool]:
         """Read the newest decision, and return whether to take over."""
         content = yield from self._reader.read(now)
@@ -178,10 +186,10 @@ class StandBy:
         if content is not None or self._read_at is None or self._reader.is_lower:
             self._still = 0.0
         else:
-            self._still += min(now - self._read_at, MOST_LISTENED)
+            self._still += min(now - self._read_at, most_listened(self.pause))
         self._read_at = now
         if self._reader.is_lower:
             return False
         if self.newest is None or self.newest.stopped or self.newest.session == self._died:
             return True
-        return self._still >= STANDSTILL
+        return self._still >= max(STANDSTILL, PAUSES_STILL * self.newest.settings.commit_seconds)

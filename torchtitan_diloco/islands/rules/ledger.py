@@ -7,8 +7,9 @@ from torchtitan_diloco.islands.rules.settings import Settings
 
 SLACK_SECONDS = 1.0
 """Seconds by which clocks and notes are not exact."""
-UNKNOWN_CYCLES = 100
-"""Number of cycles of the founder that a part may contain while `fastest` is unknown."""
+UNKNOWN_CYCLES, UNKNOWN_SHARE = 100, 0.01
+"""Number of cycles of the founder, or share of the run if that is more, that a part may contain
+while `fastest` is unknown. The batches of others may be far larger than those of the founder."""
 BYTES_PER_ELEMENT, HEADER_BYTES = 8, 2**20
 """Maximum size of a part: no codec needs more."""
 
@@ -16,7 +17,9 @@ BYTES_PER_ELEMENT, HEADER_BYTES = 8, 2**20
 def most_samples(settings: Settings, ledger: Ledger, age: float) -> float:
     """Return the number of samples that a slot can have read since `ledger.taken`."""
     if not settings.fastest:
-        return UNKNOWN_CYCLES * settings.sync_every * settings.block
+        samples = settings.total_tokens / settings.tokens_per_sample
+        cycle = settings.sync_every * settings.block
+        return max(UNKNOWN_CYCLES * cycle, UNKNOWN_SHARE * samples)
     return settings.fastest * (age - ledger.since + SLACK_SECONDS)
 
 

@@ -22,9 +22,10 @@ from torchtitan_diloco.islands.rules.ledger import most_samples
 from torchtitan_diloco.islands.rules.names import ISLAND, incarnation_of, login_of, name_of
 from torchtitan_diloco.islands.rules.note import GIVE, JOIN, Note
 
-MOST_LISTENED = 1.5
-"""Maximum seconds that one poll counts as listened. Longer polls were an outage of the store or a
-pause of the syncer, during which no island could be heard."""
+MOST_LISTENED, POLLS_LISTENED = 1.5, 1.5
+"""Maximum seconds, and maximum number of pauses between two polls, that one poll counts as
+listened. Longer polls were an outage of the store or a pause of the syncer, during which no island
+could be heard."""
 SILENT = 5.0
 """Seconds of silence after which rounds do not wait for an island, and its next incarnation takes
 its slot."""
@@ -52,16 +53,24 @@ class Member:
     stepped: float  # when its step last moved
 
 
+def most_listened(pause: float) -> float:
+    """Return the maximum seconds that one poll counts. `pause`: usual seconds between two polls."""
+    return max(MOST_LISTENED, POLLS_LISTENED * pause)
+
+
 class Presence:
     def __init__(self) -> None:
         self.listened = 0.0
         self.members: dict[str, Member] = {}  # by incarnation, in the order of their arrival
         self._polled: float | None = None
 
-    def listen(self, now: float) -> None:
-        """Count a poll in which the notes of all owners of slots were read."""
+    def listen(self, now: float, pause: float = 0.0) -> None:
+        """Count a poll in which the notes of all owners of slots were read.
+
+        `pause`: usual seconds between two polls.
+        """
         if self._polled is not None:
-            self.listened += min(now - self._polled, MOST_LISTENED)
+            self.listened += min(now - self._polled, most_listened(pause))
         self._polled = now
 
     def choose(self, names: Iterable[str], owners: Collection[str]) -> list[str]:

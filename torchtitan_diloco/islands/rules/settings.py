@@ -38,6 +38,11 @@ NOTE_PAUSES = {"folder": 0.1, "near": 0.1, "cloud": 1.0}
 is no cloud: a bucket of a provider takes one write a second of a name."""
 
 
+MOST_PAUSE = 5.0
+"""Maximum seconds between two decisions, and between two looks at the store. With longer ones,
+islands that leave, commands and other syncers would take one that waits for one that is gone."""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a run, set by the island that founds it."""
 
@@ -78,9 +83,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Multiple of the usual norm above which a part is an outlier. 0: no part is."""
     copies_every: Positive = 8
     """Number of versions between two copies if no island requests one."""
-    commit_seconds: Annotated[float, Meta(ge=0.01, le=60)] = 0.05
+    commit_seconds: Annotated[float, Meta(ge=0.01, le=MOST_PAUSE)] = 0.05
     """Minimum average of the seconds between two decisions."""
-    poll_seconds: Annotated[float, Meta(ge=0.001, le=60)] = 0.02
+    poll_seconds: Annotated[float, Meta(ge=0.001, le=MOST_PAUSE)] = 0.02
     """Seconds after which islands look for the next decision."""
     facts: dict[Name, Name] = {}
     """Fingerprints of all other facts on which islands must agree."""

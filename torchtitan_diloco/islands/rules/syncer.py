@@ -120,7 +120,8 @@ class Syncer:
 
     def on_poll(self, now: float) -> None:
         """The notes of all owners of slots were passed."""
-        self.presence.listen(now)
+        pause = 0.0 if self.state is None else self.state.settings.poll_seconds
+        self.presence.listen(now, pause)
 
     def on_note(self, incarnation: str, raw: bytes) -> None:
         """Process the note of an incarnation of an island, whose name is that of the object."""
