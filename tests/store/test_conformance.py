@@ -264,6 +264,19 @@ def test_a_store_is_tested_where_its_login_may_write(
     assert isinstance(open_store(root, writes=None).list(place.own), list)
 
 
+def test_what_a_killed_test_has_left_is_deleted(
+    place: Place, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        store.create(f"{place.own}test-{number}", b"")
+    store.create(f"{place.own}tests", b"")
+    store.self_test(place.own)
+    assert len(store.list(place.own)) == 3, "they may be those of another process"
+    monkeypatch.setattr("torchtitan_diloco.store.store.LEFT_SECONDS", -1.0)
+    store.self_test(place.own)
+    assert [listed.name for listed in store.list(place.own)] == [f"{place.own}tests"]
+
+
 def test_a_closed_store_says_so(place: Place) -> None:
     store = place.open()
     store.close()

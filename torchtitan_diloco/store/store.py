@@ -31,6 +31,9 @@ RACES = 12
 """Races at once in the test of a store, each of two writers of a name. With more writers, SeaweedFS
 lets some of them wait for a lock for seconds, as it looks again after 1, 1.5, 2.25, ... seconds."""
 
+TEST, LEFT_SECONDS = "test-", 3600.0
+"""With what the names in the test of a store begin, and seconds after which they are left over."""
+
 
 class Kind(StrEnum):
     """Kind of a store, which decides how often readers look for something new."""
@@ -277,7 +280,7 @@ class Store:
 
         `prefix`: where this login may write.
         """
-        races = [_Race(f"{prefix}test-{secrets.token_hex(8)}") for _ in range(RACES)]
+        races = [_Race(f"{prefix}{TEST}{secrets.token_hex(8)}") for _ in range(RACES)]
         with ThreadPoolExecutor(2 * RACES, thread_name_prefix="store-test") as pool:
             try:
                 created = [
@@ -292,6 +295,9 @@ class Store:
                     for race in races:
                         one_by_one.delete(race.name)
                 raise
+        for listed in self.list(f"{prefix}{TEST}"):
+            if listed.age > LEFT_SECONDS:  # by a process that was killed in its test
+                self.delete(listed.name)
         self.tidy()
 
     def close(self) -> None:

@@ -169,6 +169,25 @@ def test_messages_to_incarnations_that_are_gone_are_forgotten() -> None:
     assert desk.state.told == {}
 
 
+def test_starts_that_are_gone_leave_nothing_in_memory() -> None:
+    """Runs last for months, and islands of spot machines start many times a day."""
+    desk = Desk(founded((A, B)))
+    for number in range(3):
+        for slot, name in enumerate((A, B)):
+            desk.note(name, desk.part(slot), step=10 * number)
+        desk.pass_time(1.0)
+    (round_,) = desk.syncer.rounds
+    assert B in round_.weights
+    desk.note(B, wish="give")
+    desk.pass_time(FORGOTTEN + 5.0)
+    desk.syncer.garbage([])
+    speeds = desk.syncer._speeds
+    kept = [*round_.weights, *round_.began, *round_.steps, *speeds._speeds]
+    kept += [incarnation for incarnation, _ in speeds._merged_at]
+    assert B not in kept
+    assert A in kept
+
+
 def test_malformed_values_for_users_silence_no_island() -> None:
     desk = Desk(founded((A,)))
     for raw in (b'["x",{}]', b"[[1e300]]", b"{}", b"[[],null,[1,2,3]]"):

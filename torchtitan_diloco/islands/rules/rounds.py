@@ -3,8 +3,9 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -51,6 +52,11 @@ class Speeds:
         if before is not None:
             speed = (part.end - part.start) / max(1.0, now - before)
             self._speeds[incarnation] = max(self._speeds.get(incarnation, 0.0), speed)
+
+    def forget(self, gone: Collection[str]) -> None:
+        """Forget incarnations that are gone."""
+        self._merged_at = {key: at for key, at in self._merged_at.items() if key[0] not in gone}
+        self._speeds = {name: speed for name, speed in self._speeds.items() if name not in gone}
 
     def limit(self, settings: Settings, owners: Sequence[str]) -> Settings:
         """Return the settings with `fastest`, if it was unknown, and enough owners are measured."""
@@ -124,8 +130,22 @@ class Round:
     def shared(self) -> SharedFragment:
         return self.decision.fragments[self.fragment]
 
+    def find(self, incarnation: str, part: Part) -> WaitingPart | None:
+        """Return a part that waits, or None if it does not any more."""
+        waiting = self.waiting.values()
+        return next(
+            (one for one in waiting if (one.incarnation, one.part) == (incarnation, part)), None
+        )
+
     def is_busy(self, slot: int) -> bool:
         return slot in self.waiting or any(one.slot == slot for one in self.merging)
+
+    def forget(self, gone: Collection[str]) -> None:
+        """Forget incarnations that are gone."""
+        by_incarnation: tuple[dict[str, Any], ...] = (self.steps, self.began, self.weights)
+        for values in by_incarnation:
+            for incarnation in gone:
+                values.pop(incarnation, None)
 
     # --- who is waited for ------------------------------------------------------------------------
 

@@ -203,19 +203,11 @@ class Syncer:
 
     def on_part(self, incarnation: str, part: Part, fate: Fate) -> None:
         """Process that a part is fetched, or why it is unusable."""
-        one = self._waiting(incarnation, part)
-        if one is None:
-            return
-        if fate is Fate.NONE:
+        one = self.rounds[part.fragment].find(incarnation, part)
+        if one is not None and fate is Fate.NONE:
             one.is_fetched = True
-        else:
+        elif one is not None:
             self._refuse(incarnation, one.slot, part, fate)
-
-    def _waiting(self, incarnation: str, part: Part) -> WaitingPart | None:
-        waiting = self.rounds[part.fragment].waiting.values()
-        return next(
-            (one for one in waiting if (one.incarnation, one.part) == (incarnation, part)), None
-        )
 
     def choose_changes(self, names: Collection[str]) -> list[str]:
         """Return which of all listed changes to read. Those that are done are deleted once the
@@ -498,4 +490,7 @@ class Syncer:
         if self.state is None:
             return []
         gone = self.presence.forgotten(self.state)
+        for measured in (self._speeds, *self.rounds):
+            measured.forget(gone)
+        self._wrong = {key: count for key, count in self._wrong.items() if key[0] not in gone}
         return self._writer.garbage(names, self.presence, gone, self._now)
