@@ -490,7 +490,8 @@ class Syncer:
         if self.state is None:
             return []
         gone = self.presence.forgotten(self.state)
-        for measured in (self._speeds, *self.rounds):
-            measured.forget(gone)
+        self._speeds.forget(gone)
+        for round_ in self.rounds:
+            round_.forget(gone)
         self._wrong = {key: count for key, count in self._wrong.items() if key[0] not in gone}
         return self._writer.garbage(names, self.presence, gone, self._now)
