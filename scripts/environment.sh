@@ -6,7 +6,7 @@
 REPOSITORY="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$REPOSITORY/.venv"
 INSTALL_LOG="$VENV/install.log"
-UNFINISHED="$VENV/unfinished" # exists while pip works in .venv; scripts/requirements.py reads it
+UNFINISHED="$VENV/unfinished" # exists while pip works in .venv, and if it was killed; scripts/requirements.py reads it
 LOCK='import fcntl
 try:
     fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,20 +59,50 @@ set_up() { # EXTRAS
         fail "cannot write to $VENV; use a writable copy of the repository, or set PYTHON to a complete Python"
     exec 9>>"$VENV/lock" # locked until file descriptor 9 is closed
     "$BASE_PYTHON" -c "$LOCK" >&2 2>/dev/null || true # some file systems have no locks
+    judge_unfinished
     if ! is_complete "$VENV/bin/python" "$1"; then # another start may have made it meanwhile
         say "setting up $VENV (minutes, once; $INSTALL_LOG shows how far it is)"
-        # A package that pip was interrupted in looks installed, so an unfinished set-up begins again.
-        if [ -e "$UNFINISHED" ] || ! is_recent "$VENV/bin/python"; then
-            rm -rf "$VENV/bin" "$VENV/lib" "$VENV/lib64" "$VENV/pyvenv.cfg"
-        fi
+        if ! is_recent "$VENV/bin/python"; then set_aside "$VENV"; fi
         touch "$UNFINISHED"
         install "$1" >"$INSTALL_LOG" 2>&1 </dev/null || fail_in_set_up "$VENV" "$INSTALL_LOG"
-        rm "$UNFINISHED"
+        rm -rf "$UNFINISHED" "$VENV/replaced"
     fi
     exec 9>&-
 }
 
+judge_unfinished() { # keeps the mark of a set-up that failed only if training would miss something
+    if [ -e "$UNFINISHED" ] && "$VENV/bin/python" "$REPOSITORY/scripts/requirements.py" --mend >/dev/null 2>&1; then
+        rm "$UNFINISHED"
+    fi
+}
+
+PARTS="lib64 lib bin pyvenv.cfg unfinished" # of an environment; lib64 is often a link to lib
+
+set_aside() { # ENVIRONMENT; for `put_back`, until another one is complete
+    local part
+    mkdir -p "$1/replaced"
+    for part in $PARTS; do
+        if [ -e "$1/replaced/$part" ]; then # since a start that was killed
+            rm -rf "${1:?}/$part"
+        elif [ -e "$1/$part" ]; then
+            mv "$1/$part" "$1/replaced/$part"
+        fi
+    done
+}
+
+put_back() { # ENVIRONMENT
+    local part
+    if [ ! -e "$1/replaced" ]; then return; fi
+    for part in $PARTS; do
+        rm -rf "${1:?}/$part"
+        if [ -e "$1/replaced/$part" ]; then mv "$1/replaced/$part" "$1/$part"; fi
+    done
+    rm -rf "$1/replaced"
+}
+
 fail_in_set_up() { # ENVIRONMENT LOG
+    put_back "$1"
+    judge_unfinished
     tail -n 15 "$2" >&2
     fail "setting up $1 failed, as shown above and in $2; correct the cause (network, disk space," \
         "pip's index), and start again, or set PYTHON to a Python that has what pyproject.toml asks for"
@@ -87,7 +117,8 @@ install() { # EXTRAS
 
 choose_pip() { # PYTHON; sets PIP, a command that installs for it
     PIP=("$1" -m pip)
-    if ! "${PIP[@]}" --version && ! "$1" -m ensurepip; then # Debian without python3-venv
+    # One that ensurepip was interrupted in may start, but is not listed.
+    if ! "${PIP[@]}" show pip && ! "$1" -m ensurepip; then # Debian without python3-venv
         PIP=("$BASE_PYTHON" -m pip --python "$1")
         if ! "${PIP[@]}" --version; then
             say "$BASE_PYTHON has neither ensurepip nor pip; install one of them (Debian, Ubuntu: apt install python3-venv)"
@@ -105,8 +136,9 @@ prepare_layer() { # EXTRA
     find_base
     mkdir -p "$VENV" || fail "cannot write to $VENV; use a writable copy of the repository"
     say "setting up $layer (once; $log shows how far it is)"
-    rm -rf "$layer"
+    set_aside "$layer"
     install_layer "$layer" "$1" >"$log" 2>&1 </dev/null || fail_in_set_up "$layer" "$log"
+    rm -rf "$layer/replaced"
 }
 
 install_layer() { # LAYER EXTRA

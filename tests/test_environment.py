@@ -95,7 +95,7 @@ class Checkout:
         if HAS_PIP:  # a set-up takes a third of the time with the pip of the base Python
             no_ensurepip = "import sys; sys.modules['ensurepip'] = None"
             (self.wheels / "sitecustomize.py").write_text(no_ensurepip)
-        for program in ("bash", "dirname", "mkdir", "rm", "tail", "touch"):
+        for program in ("bash", "dirname", "mkdir", "mv", "rm", "tail", "touch"):
             (self.programs / program).symlink_to(str(shutil.which(program)))
         self.add_python("python3")
 
@@ -189,6 +189,67 @@ def test_all_that_is_missing_is_named_and_installed(finished: Checkout) -> None:
     assert (code, output.count("launched")) == (0, 1), errors
 
 
+def test_a_set_up_that_fails_leaves_what_works(checkout: Checkout) -> None:
+    venv, script = checkout.root / ".venv", checkout.root / "run_train.sh"
+    constraints = checkout.root / "constraints.txt"
+    assert checkout.run()[0] == 0
+    files = {path for path in venv.rglob("*") if path.suffix != ".pyc"}
+
+    def fails_without_a_network() -> None:
+        code, _, errors = checkout.run(PIP_FIND_LINKS="")
+        assert code == 1
+        assert "error: setting up" in errors
+
+    train = script.read_text()
+    script.write_text(train.replace('prepare_environment ""', "prepare_environment test"))
+    fails_without_a_network()
+    assert not (venv / "unfinished").exists()
+    script.write_text(train)
+    assert checkout.run(PIP_FIND_LINKS="")[::2] == (0, "")
+
+    constraints.write_text("tiny==2.0\n")
+    fails_without_a_network()
+    constraints.write_text("tiny==1.5\n")
+    assert checkout.run(PIP_FIND_LINKS="")[::2] == (0, "")
+
+    base = (venv / "bin/python").readlink()
+    (venv / "bin/python").unlink()
+    (venv / "bin/python").symlink_to("/nowhere/python3.9")
+    fails_without_a_network()
+    (venv / "bin/python").unlink()
+    (venv / "bin/python").symlink_to(base)
+    assert checkout.run(PIP_FIND_LINKS="")[::2] == (0, "")
+    assert {path for path in venv.rglob("*") if path.suffix != ".pyc"} == files
+
+
+def test_a_set_up_that_was_killed_is_judged_by_what_it_has_left(finished: Checkout) -> None:
+    venv = finished.root / ".venv"
+    mark = venv / "unfinished"
+    [packages] = venv.glob("lib/python*/site-packages")
+    half_written = packages / "extra-1.0.dist-info"
+    half_written.mkdir()
+    (half_written / "METADATA").write_text("Metadata-Version: 2.1\nName: extra\nVersion: 1.0\n")
+    mark.touch()
+    assert finished.run(PIP_FIND_LINKS="")[::2] == (0, ""), "training does not need it"
+    assert not mark.exists()
+    assert not half_written.exists(), "pip would take it for installed"
+
+    mark.touch()
+    (packages / "tiny.py").unlink()  # pip was removing it
+    code, output, _ = finished.run()
+    assert (code, "launched" in output, mark.exists()) == (0, True, False)
+
+    [metadata] = packages.glob("tiny-*.dist-info/METADATA")
+    text = metadata.read_text()
+    metadata.write_text(f"{text}Requires-Dist: needed\n")  # pip was replacing it
+    script = finished.root / "scripts/requirements.py"
+    command: list[str | Path] = [venv / "bin/python", script, "--mend"]
+    path = {"PYTHONPATH": str(finished.wheels)}
+    mended = subprocess.run(command, env=path, stderr=subprocess.PIPE, text=True, check=False)
+    metadata.write_text(text)
+    assert (mended.returncode, mended.stderr) == (1, "needed (not installed)\n")
+
+
 def test_checks_are_installed_beside_the_environment_of_the_tests(checkout: Checkout) -> None:
     venv = checkout.root / ".venv"
     layer = venv / "layer-dev"
@@ -212,6 +273,12 @@ def test_checks_are_installed_beside_the_environment_of_the_tests(checkout: Chec
     assert (code, errors) == (1, "")
     assert output.endswith("== mypy\n\nfailed: ruff format --check\n"), "the others run as well"
     assert checkout.run("--fx", script="scripts/check.sh")[0] == 2
+
+    project = checkout.root / "pyproject.toml"
+    project.write_text(PYPROJECT.replace('dev = ["ruff"', 'dev = ["new", "ruff"'))
+    code, _, errors = checkout.run(script="scripts/check.sh")
+    assert (code, f"error: setting up {layer} failed" in errors) == (1, True)
+    assert has(layer, "tiny", "ruff", "mypy"), "the layer before stays"
 
 
 def test_a_complete_python_is_used_untouched(checkout: Checkout, finished: Checkout) -> None:
