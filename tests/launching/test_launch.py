@@ -1,5 +1,6 @@
 """Decisions of the launcher before it starts anything."""
 
+import logging
 import os
 import re
 import shutil
@@ -188,6 +189,18 @@ def test_more_processes_than_cores_are_a_warning(
     warnings = [line for line in said.splitlines() if " processes and has 4 cores, which " in line]
     assert len(warnings) == bool(told)
     assert told in "".join(warnings)
+
+
+@pytest.mark.parametrize(
+    ("given", "level"), [("info", "INFO"), ("", "ERROR"), ("loud", "ERROR"), (" Debug ", "DEBUG")]
+)
+def test_the_log_level_may_be_written_in_any_way(given: str, level: str) -> None:
+    """torch reads it from the environment."""
+    with patch.dict(os.environ, {"LOGLEVEL": given}):
+        assert main(["--diloco.wrkers", "3"]) == USER_ERROR
+        assert os.environ["LOGLEVEL"] == level
+        agent = logging.getLogger("torch.distributed.elastic")
+        assert logging.getLevelName(agent.level) == level
 
 
 def test_a_start_warns_of_more_processes_than_cores(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,8 +63,7 @@ NUMBERS = {"NPROC": 1, "OMP_NUM_THREADS": 1, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 0
 
 def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     """Run `module` with `arguments` in every process of this machine and return the exit code."""
-    level = os.environ.setdefault("LOGLEVEL", "ERROR")  # torch reads it when imported
-    logging.getLogger("torch.distributed.elastic").setLevel(level)
+    _choose_log_level()
     try:
         if PRINT_CONFIG in arguments:
             print_config(from_command_line([word for word in arguments if word != PRINT_CONFIG]))
@@ -104,6 +103,14 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
         if nodes.total == 1:
             return _fail(f"the processes could not be started: {cause_of(error)}", code=1)
         return _fail(why_not_met(nodes, patience, error), code=1)
+
+
+def _choose_log_level() -> None:
+    """Make LOGLEVEL the name of a level, ERROR by default: torch reads it when it is imported."""
+    name = os.environ.get("LOGLEVEL", "").strip().upper()
+    level = name if name in logging.getLevelNamesMapping() else "ERROR"
+    os.environ["LOGLEVEL"] = level
+    logging.getLogger("torch.distributed.elastic").setLevel(level)
 
 
 def _syncer_beside(config: Config, nodes: Nodes) -> AbstractContextManager["SyncerBeside | None"]:
