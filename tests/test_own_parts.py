@@ -194,6 +194,12 @@ def test_a_module_that_cannot_be_imported_is_named(
         load_config("debug", {"run.imports": name})
 
 
+def test_modules_with_an_open_quote_are_a_mistake() -> None:
+    match = r'command line: run.imports = "it\'s": no closing quotation: write each quote and'
+    with pytest.raises(ConfigError, match=match):
+        load_config("debug", {"run.imports": "it's"})
+
+
 def test_what_is_no_entry_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPTIMIZERS, "mine", print)
     with pytest.raises(ConfigError, match=r"mine was added as <built-in .*>: add an Entry, such"):

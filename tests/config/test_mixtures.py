@@ -12,6 +12,7 @@ from torchtitan_diloco.config import ConfigError, load_config, parse_config, to_
         ({"data.mixture": "a=nan"}, 'the weight of "a" is "nan": expected a number'),
         ({"data.mixture": "a=0 b=0"}, "all weights are 0"),
         ({"data.mixture": "a"}, "give NAME=VALUE pairs"),
+        ({"data.mixture": "it's=1"}, ": no closing quotation: write each quote and each"),
         ({"data.mixture": "a=1 b=1 a=2"}, "a is given several times, as 1 and 2: give each name"),
         ({"data.mixture": "a=1 b=x"}, 'the weight of "b" is "x": expected a number'),
         ({"data.mixture": "{a = 1, b = true}"}, 'the weight of "b" is true: expected a number'),

@@ -186,11 +186,22 @@ def _convert(key: str, value: Any, *, is_word: bool) -> Any:
 def _parse_words(key: str, words: str) -> Any:
     """Return the list or table that is written on a command line, as in TOML or in words."""
     if key in LISTS and not is_dataclass(get_args(TYPES[key])[0]) and not words.startswith("["):
-        return [] if words.lower() == "none" else shlex.split(words)
+        return [] if words.lower() == "none" else _split_words(words)
     try:
         return tomli.loads(f"items = {words}")["items"]
     except ValueError:
         return _parse_pairs(words) if key in TABLES else words
+
+
+def _split_words(text: str) -> list[str]:
+    """Return the words of a text, which may be in quotes, as a shell splits them."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        reason = str(error).lower()
+        raise UserError(
+            f"{reason}: write each quote and each backslash with \\ before it"
+        ) from None
 
 
 def _convert_value(place: str, value: Any, kind: Any, *, is_word: bool) -> Any:
@@ -252,7 +263,7 @@ def _convert_weight(name: str, value: Any, *, is_word: bool) -> float:
 
 def _parse_pairs(text: str) -> dict[str, str]:
     """Parse NAME=VALUE pairs with spaces between them."""
-    pairs = [word.rpartition("=") for word in shlex.split(text)]
+    pairs = [word.rpartition("=") for word in _split_words(text)]
     if wrong := [value for name, _, value in pairs if not name]:
         raise UserError(f"{wrong[0]}: give NAME=VALUE pairs, such as data/web=0.7 data/code=0.3")
     names = [name for name, _, _ in pairs]
