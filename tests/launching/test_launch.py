@@ -156,6 +156,57 @@ def test_a_printed_config_that_cannot_train_is_an_error(
     assert reason in error
 
 
+ANY = "--run.device auto"
+UNEVEN = "--training.batch_size 2 --training.global_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "gpus", "code", "told"),
+    [
+        (f"{UNEVEN} 7", {}, 0, 2, "error: training.global_batch_size = 7 is not a multiple of 2"),
+        (
+            f"{ANY} {UNEVEN} 7",
+            {},
+            8,
+            2,
+            "error: training.global_batch_size = 7 is not a multiple of 2",
+        ),
+        (f"{UNEVEN} 20", {"NNODES": "2"}, 0, 0, ""),
+        (f"{ANY} {UNEVEN} 20", {"NPROC": "8"}, 0, 2, "error: training.global_batch_size = 20 is"),
+        (f"{ANY} {UNEVEN} 20", {}, 8, 0, "warning: this machine has 8 GPUs: with as many on"),
+        ("", {"NPROC": "3"}, 0, 2, "error: 3 processes do not divide into diloco.workers = 2"),
+        (ANY, {"NNODES": "3"}, 0, 0, "warning: this machine has 0 GPUs: with as many on each "),
+        ("", {"NNODES": "3"}, 8, 2, "error: 3 processes do not divide"),
+        (
+            f"{ANY} --parallel.fsdp 3",
+            {"NNODES": "4"},
+            0,
+            2,
+            "x parallel.fsdp = 3 is 6 processes, but 8",
+        ),
+        ("--islands.local 3", {"NPROC": "2"}, 0, 0, ""),
+    ],
+)
+def test_a_printed_config_has_processes_that_fit(
+    words: str,
+    variables: dict[str, str],
+    gpus: int,
+    code: int,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Only those that follow from the GPUs of this machine are a warning, as nodes may differ."""
+    with (
+        patch("torchtitan_diloco.launching.launch.available_cores", lambda: 8),
+        patch("torch.cuda.device_count", lambda: gpus),
+        patch.dict(os.environ, variables),
+    ):
+        ended, _, said = print_config(capsys, "debug", *words.split())
+    assert ended == code, said
+    assert told in said
+    assert bool(said) == bool(told)
+
+
 def test_warnings_beside_a_printed_config_are_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--training.steps 10 --lr_schedule.warmup 11"
     code, _, said = print_config(capsys, "debug", *words.split())

@@ -154,6 +154,8 @@ def print_config(config: Config) -> None:
         say(f"warning: {warning}")
     _warn_if_crowded(config, wanted_processes(config, nodes))
     check_inputs(config)
+    if not config.islands.local:
+        _check_processes(config, nodes)
 
 
 def run_local_islands(config: Config, arguments: list[str]) -> int:
@@ -203,6 +205,23 @@ def processes_of_node(config: Config, nodes: int) -> int:
     split_world(processes * nodes, config.workers_of_job, config.parallel.fsdp)
     accumulation(config.training, processes * nodes)
     return processes
+
+
+def _check_processes(config: Config, nodes: int) -> None:
+    """Raise if the processes do not fit the settings. If their number follows from the GPUs of this
+    machine, the nodes may have others: then only warn, unless no number of processes fits."""
+    from torchtitan_diloco.components.run_plan import accumulation
+
+    is_given = bool(os.environ.get("NPROC", "").strip() or config.parallel.fsdp)
+    if is_given or config.run.device == "cpu":
+        processes_of_node(config, nodes)
+        return
+    accumulation(config.training, config.workers_of_job)  # as processes are a multiple of workers
+    try:
+        processes_of_node(config, nodes)
+    except UserError as error:
+        gpus = counted(_gpus(config), "GPU")
+        say(f"warning: this machine has {gpus}: with as many on each node, no run starts: {error}")
 
 
 def wanted_processes(config: Config, nodes: int) -> int:
