@@ -174,7 +174,13 @@ class Trainer:
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(self._build_checkpointer(own_folder, lock)) as checkpointer,
             Stacks(own_folder, self.world.rank_in_worker) as stacks,
-            Diagnosis(self.outer, self.world, telemetry=telemetry, folder=folder) as diagnosis,
+            Diagnosis(
+                self.outer,
+                self.world,
+                telemetry=telemetry,
+                folder=folder,
+                has_mirror=bool(config.checkpoint.mirror),
+            ) as diagnosis,
         ):
             telemetry.begin_phase(self.data.new_phase(self.step, self.course.share))
             batches = telemetry.timed(self.data.loader)

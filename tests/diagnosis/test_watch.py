@@ -81,13 +81,19 @@ def test_a_worker_that_is_slow_and_one_that_pauses_are_recorded_until_they_are_w
 
 
 def watching(
-    folder: Path | None = None, *, is_first: bool = True, link: Link | None = None
+    folder: Path | None = None,
+    *,
+    is_first: bool = True,
+    link: Link | None = None,
+    has_mirror: bool = False,
 ) -> tuple[StreamingDiLoCo, watch.Diagnosis, mock.Mock]:
     """Return a loop in which each step ends a round, what watches it, and its telemetry."""
     outer, _, _ = alone(replace(config(), link=link or Link(interface="eth1")))
     telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
     world = mock.Mock(rank_in_worker=0, is_first=is_first)
-    return outer, watch.Diagnosis(outer, world, telemetry, folder or Path("none")), telemetry
+    folder = folder or Path("none")
+    diagnosis = watch.Diagnosis(outer, world, telemetry, folder, has_mirror=has_mirror)
+    return outer, diagnosis, telemetry
 
 
 def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,6 +187,18 @@ def test_transfers_that_take_longer_than_a_cycle_are_named_once(
             diagnosis.after_step(step)
     texts = [one for one in caplog.messages if "training has to wait" in one]
     assert len(texts) == 1 + (not fits), "said again, once"
+
+
+def test_the_mirror_is_to_be_given_again_as_the_settings_leave_it_out(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    outer, diagnosis, _ = watching(tmp_path, has_mirror=True)
+    said = {"worker 0": Report(Vitals(0.25, transfers=(0.0, 4.0)))}
+    with patch.object(outer.peers.reports, "latest", lambda: said):
+        for step in range(3):
+            diagnosis.after_step(step)
+    written = tmp_path / "settings-that-fit.toml"
+    assert caplog.messages[-1].endswith(f"--config {written} and your --checkpoint.mirror")
 
 
 def test_on_a_busy_machine_the_cores_are_named_once_and_no_settings_are_proposed(

@@ -49,12 +49,22 @@ class Diagnosis:
     The first rank judges the workers. The other ranks of its worker judge what they do alone.
     """
 
-    def __init__(self, outer: OuterLoop, world: World, telemetry: Telemetry, folder: Path) -> None:
-        """`folder`: the folder of the run."""
+    def __init__(
+        self,
+        outer: OuterLoop,
+        world: World,
+        telemetry: Telemetry,
+        folder: Path,
+        *,
+        has_mirror: bool,
+    ) -> None:
+        """`folder`: the folder of the run. `has_mirror`: whether `checkpoint.mirror` is set, which
+        the settings in this folder leave out."""
         self._outer = outer if isinstance(outer, StreamingDiLoCo) else None
         self._telemetry = telemetry
         self._world = world
         self._folder = folder
+        self._has_mirror = has_mirror
         self._has_links = not _is_on_loopback(self._outer)
         self._judge = Judge(has_links=self._has_links)
         self._said = 0.0
@@ -173,8 +183,10 @@ class Diagnosis:
             changes = {"extends": "config.toml", "run.folder": str(folder), **settings}
             lines = [f"{key} = {format_value(value)}\n" for key, value in changes.items()]
             write_whole(path, "".join(lines).encode())
+            mirror = " and your --checkpoint.mirror" if self._has_mirror else ""
             logger.warning(
-                f"to go on with these settings, start again with --config {shlex.quote(str(path))}"
+                "to go on with these settings, start again with "
+                f"--config {shlex.quote(str(path))}{mirror}"
             )
 
     def _say(self, verdict: Verdict, step: int | None = None) -> None:
