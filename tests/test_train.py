@@ -176,6 +176,15 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         check_inputs(debug(run__folder=f"{file}/run"))
 
 
+def test_what_is_missing_hides_no_mistake_of_the_model() -> None:
+    words = {"diloco__link__interface": "eth9", "model__kv_heads": "2"}
+    with pytest.raises(UserError, match=r"(?s)^2 things .*eth9.*kv_heads = 2 does not divide"):
+        check_inputs(debug(**words))
+    words |= {"data__tokenizer": "nothere.json"}  # which is read to build the model
+    with pytest.raises(UserError, match=r"(?s)^2 things .*eth9.*nothere.json"):
+        check_inputs(debug(**words))
+
+
 def test_interfaces_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     there = [name for _, name in socket.if_nameindex()]
     remedy = f"choose one of {', '.join(there)}, or remove"

@@ -28,7 +28,10 @@ PUBLISHED = {
 
 def check_inputs(config: Config) -> None:
     """Raise an error that lists everything that is missing or inconsistent."""
-    if problems := [*missing(config)] or [*_tried(_check_model, config)]:
+    problems = [*missing(config)]
+    if not problems or not [*_missing_for_model(config)]:
+        problems += [mistake for mistake in _tried(_check_model, config) if mistake not in problems]
+    if problems:
         count = counted(len(problems), "thing")
         raise UserError("\n  ".join([f"{count} to do before this run can start:", *problems]))
 
@@ -97,8 +100,8 @@ def _check_folder(config: Config) -> None:
         raise UserError(f'run.folder = "{config.run.folder}": {reason}')
 
 
-def _missing_files(config: Config) -> Iterator[str]:
-    data = config.data
+def _missing_for_model(config: Config) -> Iterator[str]:
+    """Yield which files are missing that `_check_model` reads: weights and tokenizer."""
     weights = Path(config.model.weights).expanduser()
     absent = config.model.weights and not weights.exists() and not _goes_on(config)
     if absent:
@@ -106,9 +109,14 @@ def _missing_files(config: Config) -> Iterator[str]:
         if name := PUBLISHED.get(config.model.flavor):
             remedy = f"{installed('hf')} download {name} --local-dir {config.model.weights}"
         yield f'model.weights = "{config.model.weights}": there is no such file or folder: {remedy}'
-    tokenizer = Path(data.tokenizer).expanduser()
+    tokenizer = Path(config.data.tokenizer).expanduser()
     if not (absent and tokenizer.is_relative_to(weights)):  # else it comes with the weights
         yield from _tried(_check_tokenizer, config)
+
+
+def _missing_files(config: Config) -> Iterator[str]:
+    yield from _missing_for_model(config)
+    data = config.data
     named = [(data.corpora_key, name) for name in data.corpora]
     if data.validation_corpus:
         named.append(("data.validation_corpus", data.validation_corpus))
