@@ -22,6 +22,10 @@ fail() {
 }
 
 prepare_environment() { # EXTRAS
+    case "${PYTHON:-}" in
+    /*) ;;
+    */*) PYTHON="$PWD/$PYTHON" ;; # run_tests.sh and scripts/check.sh change the folder
+    esac
     local pythons=("${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "$VENV/bin/python")
     if [ -z "${PYTHON:-}" ]; then
         pythons+=(python3)

@@ -296,6 +296,18 @@ def test_a_complete_python_is_used_untouched(checkout: Checkout, finished: Check
     assert not (checkout.root / ".venv").exists()
 
 
+def test_a_relative_python_is_that_of_the_folder_of_the_start(finished: Checkout) -> None:
+    tests = (REPOSITORY / "run_tests.sh").read_text()
+    script = finished.root / "run_tests.sh"
+    script.write_text(tests.replace("prepare_environment test", 'prepare_environment ""'))
+    script.chmod(0o755)
+    (finished.wheels / "pytest.py").write_text("import os; print('tests of', os.getcwd())")
+    (finished.wheels / "checkout").symlink_to(finished.root)
+    python = "checkout/.venv/bin/python"
+    code, output, errors = finished.run(script="run_tests.sh", PYTHON=python)
+    assert (code, output, errors) == (0, f"tests of {finished.root}\n", "")
+
+
 def test_two_first_starts_at_once_with_ensurepip(checkout: Checkout) -> None:
     starts = [checkout.start(PYTHONPATH="") for _ in range(2)]
     outputs = [start.communicate(timeout=PATIENCE) for start in starts]
