@@ -1,6 +1,7 @@
 """Workers that went wrong: outliers and what is not finite harm neither the others nor the run, and
 a run whose exchanges are in vain ends."""
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.diloco.toy import (
+    Net,
     alone,
     config,
     full,
@@ -212,3 +214,127 @@ def test_steps_before_a_reset_are_not_counted_even_after_a_save() -> None:
     assert weights() == [3, 3, 3, 3, 0]
     outer.step()
     assert weights() == [4, 4, 4, 4, 1]
+
+
+# --- healed while in flight -----------------------------------------------------------------------
+
+
+def in_flight_for(delay: int, codec: str = "fp32", mixing: float = 0.5) -> DiLoCoConfig:
+    """One fragment, which is sent after steps 4 and 8, and applied with plain averages."""
+    chosen = config(0, delay, mixing, name="sgd", lr=1.0)
+    return replace(chosen, sync_every=4, quantization=Quantization(codec))
+
+
+def advance(outer: StreamingDiLoCo, model: nn.Module, steps: range, *, heals_at: int = 0) -> None:
+    """Learn in each step as much as the number of this worker, from 1 on, in every value."""
+    for step in steps:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local_of(parameter).add_(outer.worker + 1.0)
+        if step == heals_at:
+            local_of(model.get_parameter(WEIGHT)).fill_(math.nan)
+            assert outer.heal() == [0]
+        outer.step(weight=float(step != heals_at))
+
+
+def assert_ahead(outer: StreamingDiLoCo, model: nn.Module, learned: float) -> None:
+    """Assert that the model is ahead of the shared parameters by this in every value."""
+    ahead = {name: value + learned for name, value in outer.global_state_dict().items()}
+    held = {name: full(value) for name, value in model.state_dict().items()}
+    torch.testing.assert_close(held, {name: full(value) for name, value in ahead.items()})
+
+
+IN_FLIGHT = [
+    (delay, healed, codec, mixing)
+    for codec, mixing in [("fp32", 0.0), ("fp32", 0.5), ("fp32", 1.0), ("topk", 0.5)]
+    for delay, healed in [(1, 5), (2, 5), (3, 6), (3, 7)]
+]
+
+
+@pytest.mark.parametrize(("delay", "healed", "codec", "mixing"), IN_FLIGHT)
+def test_a_fragment_that_is_healed_in_flight_loses_no_round(
+    delay: int, healed: int, codec: str, mixing: float
+) -> None:
+    """Of the eight steps, the shared parameters lack only those between the send and the heal."""
+    outer, model, _ = alone(in_flight_for(delay, codec, mixing))
+    before = parameters(model)
+    applied = 4 + delay
+    advance(outer, model, range(1, applied + 1), heals_at=healed)
+    assert_ahead(outer, model, applied - healed)
+    advance(outer, model, range(applied + 1, 9))
+    outer.drain()
+    wanted = {name: value + 8 - (healed - 4) for name, value in before.items()}
+    torch.testing.assert_close(dict(outer.global_state_dict()), wanted)
+    outer.close()
+
+
+@pytest.mark.parametrize("sync_every", [4, 16])
+@pytest.mark.parametrize("healed_by", ["step", "save"])
+@pytest.mark.parametrize("codec", ["fp32", "topk"])
+def test_a_heal_in_flight_is_known_after_a_restart(
+    codec: str, healed_by: str, sync_every: int
+) -> None:
+    """Also if another schedule applies at once what is in flight."""
+    chosen = in_flight_for(3, codec)
+    outer, model, _ = alone(chosen)
+    if healed_by == "step":
+        advance(outer, model, range(1, 7), heals_at=5)
+    else:
+        advance(outer, model, range(1, 6))
+        local_of(model.get_parameter(WEIGHT)).fill_(math.nan)
+        assert outer.heal() == [0]
+    saved = copy.deepcopy((outer.step_count, model.state_dict(), outer.state_dict()))
+    outer.drain()
+    outer.close()
+
+    again = Net()
+    again.load_state_dict(saved[1])
+    resumed = StreamingDiLoCo(again, None, replace(chosen, sync_every=sync_every))
+    notes = resumed.load_state_dict(saved[2])
+    assert len(notes) == (sync_every != chosen.sync_every)
+    if notes:
+        assert_ahead(resumed, again, saved[0] - 5)
+    advance(resumed, again, range(saved[0] + 1, 8))
+    assert_ahead(resumed, again, 7 - 5)
+    assert_ahead(outer, model, saved[0] - 5)
+    resumed.close()
+
+
+def _healed_in_flight(codec: str, ranks: int, is_sent_broken: bool) -> dict[str, Any]:
+    """Heal worker 1 after step 5, before a round with the work of steps 1 to 4 is applied."""
+    outer, model, _ = start(in_flight_for(2, codec), 2, ranks)
+    spoils = outer.worker == 1
+    advance(outer, model, range(1, 4))
+    if spoils and is_sent_broken:
+        local_of(model.get_parameter(WEIGHT)).fill_(math.nan)
+    advance(outer, model, range(4, 7), heals_at=5 * spoils)
+    if spoils:
+        assert_ahead(outer, model, 2.0)
+    advance(outer, model, range(7, 9))
+    outer.drain()
+    first, second = outer.rounds()
+    healed = outer.state_dict()["facts"]["healed"]
+    shared = {name: full(value) for name, value in outer.global_state_dict().items()}
+    outer.close()
+    return {
+        "shared": shared,
+        "participants": (first.participants, second.participants),
+        "weight": second.weight,
+        "healed": healed,
+    }
+
+
+@pytest.mark.parametrize(
+    ("codec", "ranks", "is_sent_broken"),
+    [("fp32", 1, True), ("fp32", 2, False), ("fp4_e3m0", 1, False), ("topk", 2, False)],
+)
+def test_a_worker_follows_a_round_before_which_it_was_healed(
+    processes: ProcessPool, codec: str, ranks: int, is_sent_broken: bool
+) -> None:
+    results = processes.run(_healed_in_flight, 2 * ranks, codec, ranks, is_sent_broken)
+    for rank, result in enumerate(results):
+        spoiled = rank >= ranks
+        assert result["healed"] == spoiled
+        assert result["participants"] == (2 - is_sent_broken, 2)
+        assert result["weight"] == (3 if spoiled else 4), "of the steps since it was healed"
+        torch.testing.assert_close(result["shared"], results[0]["shared"], rtol=0, atol=0)

@@ -68,7 +68,7 @@ def test_the_rounds_of_a_step_merge_as_declared() -> None:
         round_.traffic.bytes_sent = 10
         round_.numbers["sync/largest_mean_delta"] = largest
         meter.applied(round_)
-    loaded = Round.loaded(0, 1, sent_step=1, participants=2, flags=0)
+    loaded = Round.loaded(0, 1, sent_step=1, participants=2, flags=0, is_in_model=True)
     loaded.asked = loaded.fetched = loaded.applied = 2.0
     meter.applied(loaded)
     taken = meter.take()

@@ -28,6 +28,7 @@ from torchtitan_diloco.diloco.state_dict import (
     saved_bytes,
     shaped_like,
     shared_parameter_name,
+    write_shared,
 )
 
 State = dict[str, Any]
@@ -152,6 +153,24 @@ def test_a_saved_state_starts_other_loops_and_not_other_models() -> None:
     model.gain = nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match=r"gain is \(2,\) here and \(1,\) there"):
         StreamingDiLoCo(model, None, config(2)).load_state(saved)
+
+
+def test_a_new_worker_follows_what_was_in_flight_when_it_joined() -> None:
+    """It starts from the shared parameters, which the rounds in flight then change."""
+    chosen = config(2, delay=5)
+    outer, model, optimizer = alone(chosen)
+    train(outer, model, optimizer, range(1, 14))
+    saved = outer.saved_state()
+    assert saved.facts.in_flight
+    saved.facts = saved.facts.for_new_worker()
+    new_model = Net()
+    write_shared(new_model, saved)
+    joined = StreamingDiLoCo(new_model, None, chosen)
+    assert joined.load_state(saved) == []
+    joined.drain()
+    torch.testing.assert_close(parameters(new_model), dict(joined.global_state_dict()))
+    joined.close()
+    outer.close()
 
 
 def test_a_load_and_a_restart_from_the_model_give_up_what_is_in_flight() -> None:

@@ -195,6 +195,7 @@ class GlooPeers(Peers):
         loop = self._loop
         self._note_progress()
         self._liveness.finish_step(loop.step)
+        self._note_reset(reset)
         for index in reset:
             self._weights[index] = 0.0
         self._weights = [before + weight for before in self._weights]
@@ -206,11 +207,19 @@ class GlooPeers(Peers):
         self._apply_in_flight(applied)  # those that were just sent and have no delay
 
     def rest(self) -> None:
+        self._note_reset(self._loop.reset)
         self._apply_in_flight(list(self._in_flight))
 
     def _note_progress(self) -> None:
         if self._total_steps:
             self.reports.progress = self._loop.step / self._total_steps
+
+    def _note_reset(self, reset: Collection[int]) -> None:
+        """Note which fragments in flight no longer have in the model what they have sent, as they
+        were reset since then."""
+        for index, (round_, _) in self._in_flight.items():
+            if index in reset:
+                round_.is_in_model = False
 
     def _send(self, index: int) -> None:
         """Take the delta of a fragment, and start its exchange."""
@@ -246,6 +255,7 @@ class GlooPeers(Peers):
                 participants=round_.participants,
                 mixing=mixing,
                 is_sparse=state.sent is not None,
+                is_in_model=round_.is_in_model,
             )
             loop.apply(round_, state.delta, mode, share)
 
@@ -324,6 +334,7 @@ class GlooPeers(Peers):
 
     def save(self, facts: OuterFacts, mesh: DeviceMesh | None) -> SavedState:
         loop = self._loop
+        self._note_reset(loop.reset)
         started = time.perf_counter()
         for round_, exchanged in self._in_flight.values():
             self._wait(round_, exchanged)
@@ -347,6 +358,7 @@ class GlooPeers(Peers):
                 sent_step=fragment.sent_step,
                 participants=fragment.participants,
                 flags=fragment.flags,
+                is_in_model=fragment.is_in_model,
             )
             self._in_flight[index] = round_, loop.background.submit(lambda: None)
         return notes

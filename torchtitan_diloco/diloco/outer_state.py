@@ -371,7 +371,7 @@ class OuterState:
 
 
 def mode_after(
-    flags: int, *, participants: int, mixing: float, is_sparse: bool
+    flags: int, *, participants: int, mixing: float, is_sparse: bool, is_in_model: bool
 ) -> tuple[Mode, float]:
     """Return how a worker applies the copy after an exchange, and its share for `MIX`.
 
@@ -380,7 +380,11 @@ def mode_after(
         participants: number of workers whose deltas are in the mean.
         mixing: usual share.
         is_sparse: whether the worker has sent only a part of its delta.
+        is_in_model: whether its parameters still contain the work that was sent. Otherwise they
+            were reset to the copy before, and so follow its change and keep the work since then.
     """
+    if not is_in_model:
+        return Mode.ADD, 0.0
     if flags & WENT_WRONG:
         return Mode.RESET, 0.0
     # The copy contains nothing of a worker that was dropped, and nothing new without participants.
@@ -398,7 +402,7 @@ def _measure_mean(block: Tensor) -> dict[str, float]:
     }
 
 
-def take_back(change: Tensor, sent: Tensor | float) -> None:
+def take_back(change: Tensor, sent: Tensor) -> None:
     """Add what a worker has sent to the change of the shared copy, where the copy has changed.
 
     As `sent` = copy before - local parameters at the send, adding the result to the parameters

@@ -66,6 +66,7 @@ class Round:
     weight: float = 0.0
     participants: int = 0  # workers whose delta went into the mean
     flags: int = 0  # of this worker's header
+    is_in_model: bool = True  # whether the parameters still contain the work that was sent
     applied_step: int = 0
     due: float = NEVER
     taken: float = NEVER
@@ -82,12 +83,19 @@ class Round:
 
     @staticmethod
     def loaded(
-        fragment: int, outer_round: int, *, sent_step: int, participants: int, flags: int
+        fragment: int,
+        outer_round: int,
+        *,
+        sent_step: int,
+        participants: int,
+        flags: int,
+        is_in_model: bool,
     ) -> "Round":
         """Return a round in flight from a saved state. It was measured by another process."""
         round_ = Round(fragment, outer_round, sent_step, weight=NEVER)
         round_.participants = participants
         round_.flags = flags
+        round_.is_in_model = is_in_model
         return round_
 
     def exchange_numbers(self) -> dict[str, float]:

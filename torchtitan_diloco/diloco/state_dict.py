@@ -74,6 +74,8 @@ class FragmentFacts:
     """This and the following fields describe the round in flight, if there is one."""
     participants: int = 0
     flags: int = 0
+    is_in_model: bool = True
+    """Whether the parameters contain the work that was sent."""
 
 
 @dataclass
@@ -98,8 +100,14 @@ class OuterFacts:
     """What an island knows of its run."""
 
     def for_new_worker(self) -> "OuterFacts":
-        """Return the facts for a worker that the saved run did not have, with nothing to send."""
-        fragments = [replace(fragment, weight=0.0, delta_norms=[]) for fragment in self.fragments]
+        """Return the facts for a worker that the saved run did not have.
+
+        It has nothing to send, and has sent nothing of what is in flight.
+        """
+        fragments = [
+            replace(fragment, weight=0.0, delta_norms=[], is_in_model=False)
+            for fragment in self.fragments
+        ]
         return replace(self, healed=0, fragments=fragments)
 
 
@@ -217,6 +225,7 @@ def save(
             fragment.sent_step = round_.sent_step
             fragment.participants = round_.participants
             fragment.flags = round_.flags
+            fragment.is_in_model = round_.is_in_model
         buffers = buffers_of(state, in_flight=round_ is not None).items()
         copies = {kind: copy_to_host(buffer) for kind, buffer in buffers}
         if state.outer.is_cuda:
@@ -359,15 +368,16 @@ def apply_early(states: Sequence[OuterState], saved: SavedState, mixing: float) 
             participants=fragment.participants,
             mixing=mixing,
             is_sparse=bool(facts.settings.get(SPARSE)),
+            is_in_model=fragment.is_in_model,
         )
         for name in facts.layout[index]:
             local = locals_[name]
             following = local_rows(name, arrived[name])
             before = local_rows(name, shared[name])
-            if mode is Mode.TAKE_BACK:
+            if mode in (Mode.ADD, Mode.TAKE_BACK):
                 change = following - before
-                # A new worker has sent nothing.
-                take_back(change, local_rows(name, sent[name]) if name in sent else 0.0)
+                if mode is Mode.TAKE_BACK:
+                    take_back(change, local_rows(name, sent[name]))
                 mixed = local.float() + change.to(local.device)
             else:
                 mixed = share * local.float() + (1 - share) * following.to(local.device)
