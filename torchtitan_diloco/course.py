@@ -49,7 +49,7 @@ class Course(Protocol):
 
     @property
     def scheduled_step(self) -> float:
-        """Current step of the run, for the learning-rate schedule."""
+        """Place of the current step in a schedule of `RunPlan.schedule_steps` steps."""
 
     @property
     def tokens(self) -> int:
@@ -112,7 +112,8 @@ class JobCourse:
             world.group(WORKER),
             shard_group=world.shards,
             reports=world.reports,
-            total_steps=self._plan.total_steps,
+            total_steps=self._plan.schedule_steps,
+            scheduled_step=self._plan.scheduled_step,
             seed=self._config.run.seed,
             streams=world.streams,
         )
@@ -124,7 +125,7 @@ class JobCourse:
 
     @property
     def scheduled_step(self) -> float:
-        return self.step
+        return self._plan.scheduled_step(self.step)
 
     @property
     def tokens(self) -> int:
@@ -147,11 +148,16 @@ class JobCourse:
         return f"stopped after step {self.step} of {self._plan.total_steps}, as asked by {reason}"
 
 
-def counted_before(config: Config, manifest: Manifest | None) -> tuple[int, int]:
-    """Return the steps and the tokens of a run up to its checkpoint, from which its plan continues.
+class Counted(NamedTuple):
+    """What a run has counted up to its checkpoint, from which its plan continues."""
 
-    Islands count theirs in their log.
-    """
+    steps: int = 0
+    tokens: int = 0
+    schedule_tokens: float = 0.0
+
+
+def counted_before(config: Config, manifest: Manifest | None) -> Counted:
+    """Return what a run has counted up to its checkpoint. Islands count in their log."""
     if manifest is None or config.islands.join:
-        return 0, 0
-    return manifest.step, manifest.tokens
+        return Counted()
+    return Counted(manifest.step, manifest.tokens, manifest.schedule_tokens)

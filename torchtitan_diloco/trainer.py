@@ -286,7 +286,7 @@ class Trainer:
         config = self.config.training
         plan = self.plan
         fsdp = self.world.group(FSDP)
-        factor = lr_factor(self.course.scheduled_step, plan.total_steps, self.config.lr_schedule)
+        factor = lr_factor(self.course.scheduled_step, plan.schedule_steps, self.config.lr_schedule)
         self.lr = self.config.optimizer.lr * factor
         set_lr(self.optimizer, factor)
         # The gradient is the mean over all tokens of the step; FSDP2 averages over ranks.
@@ -353,6 +353,7 @@ class Trainer:
             config=self.toml,
             tokenizer=self.tokenizer.fingerprint,
             run=self.start.run,
+            schedule_tokens=self.plan.schedule_tokens,
         )
         return Checkpointer(
             config=self.config.checkpoint,
@@ -388,15 +389,16 @@ class Trainer:
         device = self.world.device
         dtype = compute_dtype(config.parallel.compute_dtype, device)
         counts = parameter_counts(self.model)
-        start_step, start_tokens = counted_before(config, self.start.manifest)
+        before = counted_before(config, self.start.manifest)
         self.plan = plan_run(
             config.training,
             ranks=self.ranks,
             parameters=counts["total"],
             embedding_parameters=counts["embedding"],
             optimizer=OPTIMIZERS[config.optimizer.name],
-            start_step=start_step,
-            start_tokens=start_tokens,
+            start_step=before.steps,
+            start_tokens=before.tokens,
+            schedule_tokens=before.schedule_tokens,
             reduce_dtype=config.parallel.reduce_dtype,
             activation_bytes=activation_bytes(
                 self.model,

@@ -69,7 +69,7 @@ def test_the_header_describes_the_inner_optimizer(
     options = {"rank": 4, "rescale": True}
     added = OptimizerEntry(build=str, reads=("beta2",), options=options)
     monkeypatch.setitem(OPTIMIZERS, "mine", added)
-    assert describe_inner(config, schedule, total_steps=200) == expected
+    assert describe_inner(config, schedule, total_steps=200, schedule_steps=200) == expected
 
 
 @given(schedule=schedules, total=st.integers(1, 200))

@@ -359,6 +359,34 @@ def test_a_new_run_does_not_show_the_validation_of_the_one_it_starts_from(
     assert read_manifest(last(tmp_path / "new")).parts["validator"] == {"validated": None}
 
 
+def test_schedules_follow_the_tokens_when_the_batch_changes(text: Path, tmp_path: Path) -> None:
+    """Those of a run that is measured in tokens: they do not jump, and end at its end."""
+    base = {"training.steps": 0, "training.tokens": STEPS * 12 * 32, "validation.every": 0}
+    streaming = {"diloco.method": "streaming", "diloco.sync_every": 4, "lr_schedule.warmup": 10}
+    stops = [
+        {"training.stop_after": 8},
+        {"training.global_batch_size": 24, "training.stop_after": 10},
+        {"training.global_batch_size": 24},
+    ]
+    for changes in stops:
+        run(chosen(text, tmp_path / "changed", **base, **streaming, **changes))
+        saved = read_manifest(last(tmp_path / "changed"))
+        assert saved.outer is not None
+        share = saved.tokens / (STEPS * 12 * 32)
+        assert saved.outer.progress == pytest.approx(share), "for alpha"
+    assert (saved.step, share) == (12, 1.0)
+    run(chosen(text, tmp_path / "whole", **base, **streaming))
+
+    def rates(name: str) -> dict[float, float]:
+        found = records(tmp_path / name)
+        return dict(zip(curve(found, "train/tokens"), curve(found, "train/lr"), strict=True))
+
+    changed = rates("changed")
+    whole = rates("whole")
+    assert len(changed) == 12
+    assert changed == pytest.approx({tokens: whole[tokens] for tokens in changed})
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

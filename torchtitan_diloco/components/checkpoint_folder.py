@@ -39,6 +39,8 @@ class Manifest:
     """Fingerprint of the tokenizer."""
     run: str = ""
     """Identity of the run, which goes on with it."""
+    schedule_tokens: float = 0.0
+    """As in `RunPlan`."""
     position: SavedPosition | None = None
     """Position in the data. None: at their beginning."""
     parts: dict[str, Any] = field(default_factory=dict)

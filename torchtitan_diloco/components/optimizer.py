@@ -88,8 +88,13 @@ def weight_decay(config: Optimizer, total_steps: int) -> float:
     return 1 / total_steps if isinstance(config.weight_decay, str) else config.weight_decay
 
 
-def describe_inner(config: Optimizer, schedule: LrSchedule, total_steps: int) -> str:
-    """Describe the inner optimizer and its learning rate, with the settings that they read."""
+def describe_inner(
+    config: Optimizer, schedule: LrSchedule, total_steps: int, schedule_steps: int
+) -> str:
+    """Describe the inner optimizer and its learning rate, with the settings that they read.
+
+    `schedule_steps`: length of the schedule, which may not be that of the run (`RunPlan`).
+    """
     entry = OPTIMIZERS[config.name]
     numbers = {name: getattr(config, name) for name in entry.reads}
     chosen = {name: value for name, value in numbers.items() if value is not None}
@@ -98,7 +103,7 @@ def describe_inner(config: Optimizer, schedule: LrSchedule, total_steps: int) ->
     words = [f"{config.name} lr {config.lr:g}"]
     for name, value in chosen.items():
         words.append(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
-    warmup = counted(steps_of(schedule.warmup, total_steps), "step")
+    warmup = counted(steps_of(schedule.warmup, schedule_steps), "step")
     shape = schedule.decay
     if "floor" in SCHEDULES[schedule.decay].reads:
         shape += f" to {100 * schedule.floor:g} % of the peak"

@@ -45,6 +45,10 @@ class RunPlan:
     tokens_per_step: int
     """Tokens of all workers together."""
     total_steps: int
+    schedule_steps: int = 0
+    """Length of the schedules, in their steps. It is `total_steps` unless they follow tokens."""
+    schedule_tokens: float = 0.0
+    """Tokens of a step of the schedules, which follow them. 0: schedules follow the steps."""
     start_step: int = 0
     """Step that this process resumed from."""
     start_tokens: int = 0
@@ -61,6 +65,12 @@ class RunPlan:
         """Return the tokens of all workers, also of earlier starts with other batches."""
         return self.start_tokens + (step - self.start_step) * self.tokens_per_step
 
+    def scheduled_step(self, step: int) -> float:
+        """Return the place of a step in schedules of `schedule_steps` steps."""
+        if not self.schedule_tokens:
+            return step
+        return min(self.tokens_at(step) / self.schedule_tokens, self.schedule_steps)
+
 
 def plan_run(
     training: Training,
@@ -71,14 +81,28 @@ def plan_run(
     optimizer: OptimizerEntry,
     start_step: int = 0,
     start_tokens: int = 0,
+    schedule_tokens: float = 0.0,
     reduce_dtype: str = "float32",
     activation_bytes: int = 0,
 ) -> RunPlan:
-    """Compute the numbers of a run."""
+    """Compute the numbers of a run.
+
+    If the run is measured in tokens, and earlier steps had others, its schedules follow the tokens,
+    in steps of the size that steps had before the first change: so none of them jumps.
+
+    `schedule_tokens`: this size, if it is not the mean up to `start_step`.
+    """
     micro_batches = accumulation(training, ranks)
     tokens_per_step = micro_batches * ranks * training.batch_size * training.sequence_length
-    tokens = (training.tokens or training.tokens_per_parameter * parameters) - start_tokens
-    total_steps = training.steps or start_step + math.ceil(tokens / tokens_per_step)
+    tokens = training.tokens or training.tokens_per_parameter * parameters
+    left = max(0, math.ceil((tokens - start_tokens) / tokens_per_step))
+    total_steps = training.steps or start_step + left
+    schedule_steps = total_steps
+    if training.steps:
+        schedule_tokens = 0.0
+    elif schedule_tokens or start_tokens != start_step * tokens_per_step:
+        schedule_tokens = schedule_tokens or start_tokens / start_step
+        schedule_steps = math.ceil(tokens / schedule_tokens)
     if total_steps < start_step:
         raise UserError(
             f"the run has {total_steps} steps by [training], and its checkpoint is of step "
@@ -91,6 +115,8 @@ def plan_run(
         accumulation=micro_batches,
         tokens_per_step=tokens_per_step,
         total_steps=total_steps,
+        schedule_steps=schedule_steps,
+        schedule_tokens=schedule_tokens,
         start_step=start_step,
         start_tokens=start_tokens,
         ranks=ranks,
@@ -177,7 +203,9 @@ def log_plan(
         f"{counted(training.sequence_length, 'token')} = {each} tokens{here}",
         "run": f"{counted(plan.total_steps, 'step')} {steps} = {total_tokens:,} tokens = "
         f"{few_digits(total_tokens / plan.parameters, 1)} per parameter, {epochs_text(epochs)}",
-        "inner": describe_inner(config.optimizer, config.lr_schedule, plan.total_steps),
+        "inner": describe_inner(
+            config.optimizer, config.lr_schedule, plan.total_steps, plan.schedule_steps
+        ),
         "memory": f"{plan.parameters:,} parameters x {plan.inner_bytes:.3g} bytes / "
         f"{counted(ranks, 'rank')} = {gib:.2f} GiB a rank for parameters, gradients and "
         f"optimizer, {activations}",

@@ -67,7 +67,7 @@ class OuterOptimizer(Section):
         steps."""
         return replace(self, warmup=steps_of(self.warmup, total_steps))
 
-    def lr_after(self, done: int) -> float:
+    def lr_after(self, done: float) -> float:
         """Return the learning rate for deltas that are taken after `done` steps of training with
         this optimizer. On islands, `done` and `warmup` are tokens."""
         return self.lr * (done / self.warmup) if done < self.warmup else self.lr
@@ -188,7 +188,7 @@ class DiLoCoConfig(Section):
             outer_optimizer=self.outer_optimizer.in_steps(total_steps),
         )
 
-    def outer_lr_after(self, step: int) -> float:
+    def outer_lr_after(self, step: float) -> float:
         """Return the outer learning rate for deltas that are taken after this step, which is past
         the beginning. Lengths are in steps."""
         return self.outer_optimizer.lr_after(step - int(self.beginning.length))

@@ -5,7 +5,7 @@ import math
 import secrets
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -49,6 +49,7 @@ class GlooPeers(Peers):
         shard_group: dist.ProcessGroup | None = None,
         reports: GlooReports | None = None,
         total_steps: int = 0,
+        scheduled_step: Callable[[int], float] = int,
         seed: int = 0,
         streams: int = 1,
     ) -> None:
@@ -57,6 +58,8 @@ class GlooPeers(Peers):
             group, shard_group, total_steps, seed: as in `StreamingDiLoCo`.
             reports: with the liveness of all workers. Default: new ones, whose liveness has a gloo
                 group of its own.
+            scheduled_step: returns the place of a step in a run of `total_steps` steps, for what
+                changes with the progress of the run. Default: the step itself.
             streams: TCP connections that the group has to each other worker.
         """
         self._group = group
@@ -64,6 +67,7 @@ class GlooPeers(Peers):
         self._given_reports = reports
         self._streams = streams
         self._total_steps = total_steps
+        self._scheduled_step = scheduled_step
         self._seed = seed
         self._in_flight: dict[int, InFlight] = {}
         """Exchanges in flight by fragment, in the order of their sends."""
@@ -212,7 +216,7 @@ class GlooPeers(Peers):
 
     def _note_progress(self) -> None:
         if self._total_steps:
-            self.reports.progress = self._loop.step / self._total_steps
+            self.reports.progress = self._scheduled_step(self._loop.step) / self._total_steps
 
     def _note_reset(self, reset: Collection[int]) -> None:
         """Note which fragments in flight no longer have in the model what they have sent, as they
@@ -321,7 +325,8 @@ class GlooPeers(Peers):
         round_.weight = headers[worker].weight
         round_.flags = headers[worker].flags
         round_.participants = sum(header.weight > 0 for header in headers)
-        lr = None if average else loop.config.outer_lr_after(round_.sent_step)
+        scheduled_step = self._scheduled_step(round_.sent_step)
+        lr = None if average else loop.config.outer_lr_after(scheduled_step)
         with state.background():
             if round_.participants:
                 round_.numbers |= state.advance(lr, measured=measured)
