@@ -14,6 +14,7 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint import Checkpointer, Loads, RunPart, RunState
 from torchtitan_diloco.components.checkpoint_folder import Manifest, folder_of_worker
 from torchtitan_diloco.components.garbage import GarbageCollection
+from torchtitan_diloco.components.group_entries import GroupEntries, SavedEntries
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.lr_schedule import lr_factor
 from torchtitan_diloco.components.mirror import build_mirror
@@ -129,6 +130,7 @@ class Trainer:
         self._build_model()
         self.course = self._build_course()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
+        self.group_entries = GroupEntries(self.optimizer)
         self.outer = self._build_outer_loop()
         self.validator = build_validator(config, tokenizer, self.model, self.outer, world)
         self.sampler = build_sampler(config, tokenizer, self.model, self.outer)
@@ -305,6 +307,7 @@ class Trainer:
         read = read_later(torch.stack([cross_entropy, total_norm]))
         clipped_step(self.optimizer, total_norm, config.max_gradient_norm)
         self.optimizer.zero_grad()
+        self.group_entries.check()
         loss, norm = read()  # while a GPU runs the optimizer step
         skipped = self.skips.count(self.step, norm)
         if skipped:
@@ -337,6 +340,7 @@ class Trainer:
             self.optimizer,
             self.outer,
             parts=[
+                RunPart("optimizer", self.group_entries, SavedEntries, Loads.ALWAYS),
                 RunPart("mixture", self.data, SavedMixture, Loads.WITH_RUN),
                 # A new run has not validated what it starts from.
                 RunPart("validator", self.validator, SavedValidation, Loads.WITH_RUN),

@@ -15,6 +15,7 @@ from torchtitan_diloco.base.formatting import counted
 from torchtitan_diloco.base.settings import options_of, steps_of
 from torchtitan_diloco.base.tensors import local_of
 from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components.group_entries import entries_of, restore_entries
 from torchtitan_diloco.components.muon import Muon
 from torchtitan_diloco.config.parts import OPTIMIZERS, SCHEDULES
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
@@ -202,13 +203,14 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state of parameters that have none, as the optimizer does it, to be filled.
 
     Only an optimizer knows its state, so it takes a step without gradients. The parameters and all
-    of the state that is kept are to be loaded after it.
+    of the state that is kept are to be loaded after it. Its groups stay as they are.
     """
     lacking = [parameter for parameter in _parameters(optimizer) if not optimizer.state[parameter]]
     if not lacking:
         return
     for parameter in lacking:
         parameter.grad = torch.zeros_like(parameter)
+    entries = entries_of(optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -218,4 +220,5 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+    restore_entries(optimizer, entries)
     optimizer.zero_grad()
