@@ -35,7 +35,7 @@ from torchtitan_diloco.base.hardware import describe_device
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint import MODEL
 from torchtitan_diloco.components.checkpoint_folder import complete_checkpoints, read_manifest
-from torchtitan_diloco.components.resume import SavedTensors
+from torchtitan_diloco.components.saved_tensors import SavedTensors
 from torchtitan_diloco.components.validation import open_held_out, validate
 from torchtitan_diloco.config.weights import Weights, turns_of
 from torchtitan_diloco.data.batch import IGNORE_INDEX, Batch

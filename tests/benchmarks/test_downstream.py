@@ -28,7 +28,7 @@ from benchmarks.downstream_tasks import (
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint import MODEL
 from torchtitan_diloco.components.checkpoint_folder import read_manifest
-from torchtitan_diloco.components.resume import SavedTensors
+from torchtitan_diloco.components.saved_tensors import SavedTensors
 from torchtitan_diloco.config.schema import Phase
 from torchtitan_diloco.data.batch import IGNORE_INDEX
 from torchtitan_diloco.data.tokenizer import build_tokenizer

@@ -28,8 +28,8 @@ from torchtitan_diloco.components.checkpoint_folder import (
     read_manifest,
     step_of,
 )
-from torchtitan_diloco.components.resume import SavedTensors
 from torchtitan_diloco.components.run_folder import set_aside
+from torchtitan_diloco.components.saved_tensors import SavedTensors
 
 
 def test_only_complete_folders_are_checkpoints_and_the_latest_and_every_nth_are_kept(

@@ -24,10 +24,11 @@ from torchtitan_diloco.components.checkpoint_folder import (
     checkpoint_path,
     complete_checkpoints,
     folder_of_worker,
+    incomplete,
     read_manifest,
     step_of,
 )
-from torchtitan_diloco.components.resume import SavedTensors
+from torchtitan_diloco.components.saved_tensors import SavedTensors
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.export.weights import open_saved
 from torchtitan_diloco.launching.rank import set_determinism
@@ -334,6 +335,19 @@ def test_workers_on_disks_of_their_own_go_on_as_on_one(
     train(**{"training.steps": STEPS + 1})
     assert step_of(last(nodes[1], worker=1)) == STEPS + 1
     assert_same(shared_part(last(nodes[1], worker=1)), shared_part(last(nodes[0])))
+
+
+def test_a_run_that_is_lost_in_its_first_save_starts_over(
+    text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    folder = tmp_path / "run"
+    processes.run(run, 2, chosen(text, folder, **FP32, **{"training.stop_after": 4}))
+    unfinished = checkpoint(folder, 4, worker=1)
+    unfinished.rename(incomplete(unfinished))
+    processes.run(run, 2, chosen(text, folder, **FP32))
+    assert_same_end(whole, folder)
+    assert checkpoint(folder, 4).with_name("step-00000004.aside").is_dir()
+    assert not list(folder.glob("*/*.incomplete"))
 
 
 def test_nodes_of_one_worker_have_to_share_a_disk(

@@ -27,19 +27,21 @@ from torchtitan_diloco.components.checkpoint import Loads, RunPart, RunState
 from torchtitan_diloco.components.checkpoint_folder import (
     MANIFEST,
     Manifest,
+    checkpoint_path,
     complete_checkpoints,
     folder_of_worker,
+    incomplete,
     read_manifest,
 )
 from torchtitan_diloco.components.resume import (
     CheckedStep,
     OtherRun,
-    SavedTensors,
     Start,
     ThisRun,
     find_start,
     judge,
 )
+from torchtitan_diloco.components.saved_tensors import SavedTensors
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
@@ -156,6 +158,44 @@ def test_a_step_of_the_run_itself_is_refused_before_anything_is_read(tmp_path: P
         patch.setattr(resume, "read_manifest", Mock(side_effect=AssertionError))
         with pytest.raises(UserError, match=r"is of the run in run\.folder, which goes on"):
             find(tmp_path, path)
+
+
+def _find_after_an_unfinished_save(folder: Path) -> tuple[str, int, int, list[str], str]:
+    """Return run and step from which this worker starts, the number of workers that have this
+    step, its own checkpoints, and why another run cannot start from there."""
+    world = join_world(Distributed(), Link(), device="cpu", workers=2, fsdp=0, outer_loop=True)
+    start = find(folder, world=world)
+    refused = ""
+    try:
+        find(folder / "other", folder, world=world)
+    except UserError as error:
+        refused = str(error)
+    leave_world(world)
+    own = [path.name for path in start.of_this_worker]
+    return start.run, start.step, len(start.holders), own, refused
+
+
+@pytest.mark.parametrize("steps", [(1,), (1, 2)])
+def test_a_save_that_a_worker_has_not_completed_is_no_lost_disk(
+    processes: ProcessPool, tmp_path: Path, steps: tuple[int, ...]
+) -> None:
+    """A first save starts the run over. One before it is taken, of which worker 1 has nothing."""
+    paths = [
+        write_checkpoint(folder_of_worker(tmp_path, 0), step, workers=2, run="this run")
+        for step in steps
+    ]
+    unfinished = incomplete(checkpoint_path(folder_of_worker(tmp_path, 1), steps[-1]))
+    unfinished.mkdir(parents=True)
+    results = processes.run(_find_after_an_unfinished_save, 2, tmp_path)
+    expected = [path.name for path in paths]
+    for worker, (run, step, holders, own, refused) in enumerate(results):
+        assert (run, step, holders) == ("this run", len(steps) - 1, len(steps) - 1)
+        assert own == ([] if worker else expected)
+        reason = "no checkpoint can be resumed: worker 1 has not completed step-00000001. Remove"
+        assert refused.startswith(reason) == (len(steps) == 1)
+    unfinished.rmdir()
+    for result in processes.run(_find_after_an_unfinished_save, 2, tmp_path):
+        assert result[1:3] == (steps[-1], 1), "worker 1 has lost its disk"
 
 
 # --- load -----------------------------------------------------------------------------------------

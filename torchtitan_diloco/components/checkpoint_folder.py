@@ -153,6 +153,11 @@ def incomplete(path: Path) -> Path:
     return path.with_name(f"{path.name}.incomplete")
 
 
+def begun_checkpoints(folder: Path) -> set[str]:
+    """Return the names of the checkpoints of a worker that it has begun and not completed."""
+    return {path.stem for path in folder.glob("step-*.incomplete")}
+
+
 def begin(path: Path, only: Set[Path] | None = None) -> None:
     """Create the folder to write the checkpoint `path` into, which must not exist.
 

@@ -8,21 +8,19 @@ Once the run has claimed its folder, `Start.load` loads all of its `RunState`.
 import secrets
 import shutil
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.messages import broadcast_object, gather_objects
-from torchtitan_diloco.base.tensors import local_of, shard_rows
+from torchtitan_diloco.base.tensors import local_of
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint import (
     MODEL,
@@ -32,16 +30,17 @@ from torchtitan_diloco.components.checkpoint import (
     drop_state,
     inner_tensors,
     random_states,
-    rank_file,
 )
 from torchtitan_diloco.components.checkpoint_folder import (
     DamagedError,
     Manifest,
+    begun_checkpoints,
     check_files,
     complete_checkpoints,
     folder_of_worker,
     read_manifest,
 )
+from torchtitan_diloco.components.saved_tensors import SavedTensors, Shapes
 from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.data.mixture import SavedPosition
 from torchtitan_diloco.diloco.state_dict import (
@@ -53,7 +52,6 @@ from torchtitan_diloco.diloco.state_dict import (
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import WORKER, World
 
-Shapes = dict[str, tuple[int, ...]]
 NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "price.", "profiling.")
 
 
@@ -64,59 +62,6 @@ def check_tokenizer(manifest: Manifest | None, name: str, fingerprint: str) -> N
             f'the checkpoint was trained with another tokenizer than data.tokenizer = "{name}" '
             f"(fingerprint {manifest.tokenizer} there, {fingerprint} here): set that one"
         )
-
-
-class SavedTensors:
-    """The tensors of a checkpoint, of any number of ranks, by name.
-
-    Each rank has saved consecutive rows of a sharded tensor in a file of its own. This class joins
-    them: the rows of a file follow those of the file of the rank before. It reads only files in the
-    manifest, whose checksums have been compared before.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._path = path
-        self.shapes: Shapes = {}
-        self._parts: dict[str, list[tuple[int, int, Any]]] = {}
-        """First row, last row + 1 and file of each rank's rows, by name."""
-        for file in (path / rank_file(rank) for rank in range(len(manifest.files))):
-            try:
-                opened: Any = safe_open(file, "pt")
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"{file} does not hold tensors ({error})") from None
-            for name in opened.keys():  # noqa: SIM118 - it is no dictionary
-                shape = tuple(opened.get_slice(name).get_shape())
-                if not shape:  # a number, which one rank has saved
-                    self._parts[name] = [(0, 1, opened)]
-                    self.shapes[name] = ()
-                    continue
-                start = self.shapes[name][0] if name in self.shapes else 0
-                end = start + shape[0]
-                self._parts.setdefault(name, []).append((start, end, opened))
-                self.shapes[name] = (end, *shape[1:])
-
-    def fill(self, template: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of the template, or this rank's rows of them if they are sharded."""
-        for name, tensor in template.items():
-            if self.shapes.get(name) != tuple(tensor.shape):
-                raise UserError(f"{self._path} has no {name} of shape {tuple(tensor.shape)}")
-            local = local_of(tensor)
-            first = 0  # row of the whole tensor that is the first one here
-            if isinstance(tensor, DTensor):
-                mesh = tensor.device_mesh
-                dim = mesh.ndim - 1
-                rank = mesh.get_local_rank(dim)
-                first = shard_rows(len(tensor), rank, mesh.size(dim)).start
-            for start, end, file in self._parts[name]:
-                if not tensor.dim():
-                    local.copy_(file.get_tensor(name))
-                    continue
-                # This file has the rows from `low` to `high` of those that are needed here.
-                low = max(start, first)
-                high = min(end, first + len(local))
-                if low < high:
-                    rows = file.get_slice(name)[low - start : high - start]
-                    local[low - first : high - first].copy_(rows)
 
 
 # --- find -----------------------------------------------------------------------------------------
@@ -200,10 +145,14 @@ class ThisRun:
 
     def find(self, start: Start, /) -> Start:
         world = self._world
-        of_this_worker = complete_checkpoints(folder_of_worker(self._folder, world.worker))
-        newest = _find_newest(world, of_this_worker, self.verified)
+        folder = folder_of_worker(self._folder, world.worker)
+        of_this_worker = complete_checkpoints(folder)
+        newest = _find_newest(
+            world, of_this_worker, begun_checkpoints(folder), self.verified, may_start_over=True
+        )
         if newest.manifest is None:
-            return replace(start, run=start.run or new_identity(world))
+            run = newest.run or start.run or new_identity(world)
+            return replace(start, run=run, of_this_worker=of_this_worker)
         return replace(newest, run=newest.manifest.run, goes_on=True, of_this_worker=of_this_worker)
 
 
@@ -224,24 +173,28 @@ class OtherRun:
         # All ranks look, also those with "auto": whether all have the same setting is compared
         # later.
         is_given = self._resume != "auto"
-        newest = _find_newest(self._world, self._checkpoints() if is_given else [], set())
+        checkpoints, begun = self._checkpoints() if is_given else ([], set[str]())
+        newest = _find_newest(self._world, checkpoints, begun, set(), may_start_over=False)
         if newest.manifest is None and is_given:
             raise UserError(
                 f'checkpoint.resume = "{self._resume}" is not the folder of a checkpoint, or of a '
                 'run with a complete one: give such a folder, or "auto"'
             )
-        return replace(newest, run=start.run)
+        return replace(newest, run=start.run, of_this_worker=start.of_this_worker)
 
-    def _checkpoints(self) -> list[Path]:
-        """Return this worker's checkpoints: those of a run, or one."""
+    def _checkpoints(self) -> tuple[list[Path], set[str]]:
+        """Return this worker's checkpoints, those of a run or one, and the names of those that it
+        has begun and not completed."""
         world = self._world
         source = Path.cwd() / Path(self._resume).expanduser()  # a link may lead to another disk
         if not source.name.startswith("step-"):
-            return complete_checkpoints(folder_of_worker(source, world.worker))
+            folder = folder_of_worker(source, world.worker)
+            return complete_checkpoints(folder), begun_checkpoints(folder)
         beside = folder_of_worker(source.parent.parent, world.worker) / source.name
         is_only = world.workers == 1 or (world.worker == 0 and not beside.exists())
         checkpoint = source if is_only else beside
-        return [checkpoint] if checkpoint.is_dir() else []
+        complete = [checkpoint] if checkpoint.is_dir() else []
+        return complete, begun_checkpoints(checkpoint.parent)
 
 
 def new_identity(world: World) -> str:
@@ -255,14 +208,29 @@ class CheckedStep:
 
     manifest: Manifest | None = None
     problem: str = ""
+    is_unfinished: bool = False
+    """Whether the problem is that the save of the step has ended before this worker had it."""
 
 
-def _find_newest(world: World, checkpoints: Sequence[Path], verified: set[Path]) -> Start:
+def _find_newest(
+    world: World,
+    checkpoints: Sequence[Path],
+    begun: Set[str],
+    verified: set[Path],
+    *,
+    may_start_over: bool,
+) -> Start:
     """Return the start from the newest step that is undamaged and that all workers have which have
     any. Without a checkpoint on any worker, it has no manifest. Collective.
 
-    A worker that has none is new, or has lost its disk: it gets a copy. `checkpoints`: those of
-    this worker. `verified`: those that need not be verified; those that are verified are added.
+    A worker that has none is new, or has lost its disk: it gets a copy.
+
+    Args:
+        checkpoints: those of this worker.
+        begun: names of those that it has not completed.
+        verified: those that need not be verified; those that are verified are added.
+        may_start_over: whether to return a start of the same run without a manifest, if its only
+            step is a first save that not all workers have completed.
     """
     group = world.saving
     ranks = world.ranks_per_worker
@@ -270,12 +238,20 @@ def _find_newest(world: World, checkpoints: Sequence[Path], verified: set[Path])
     # From the newest step that any worker has, down to one that all ranks can use. All ranks judge
     # the same answers, so they agree.
     problems = list[str]()
-    for name in _names_of_all(world, candidates):
-        checked = on_all_ranks(group, partial(_verify, world, candidates, name, verified))
+    names = _names_of_all(world, candidates)
+    for name in names:
+        verify = partial(_verify, world, candidates, begun, name, verified)
+        checked = on_all_ranks(group, verify)
         of_ranks = gather_objects(checked, group)
         holders, problem = judge(of_ranks, ranks)
         if problem:
             problems.append(problem)
+            unfinished = {checked.problem for checked in of_ranks if checked.is_unfinished}
+            if may_start_over and problem in unfinished and len(names) == 1:
+                if world.is_first:
+                    logger.warning(f"{problem}, the only one of the run: starting over")
+                manifests = [checked.manifest for checked in of_ranks if checked.manifest]
+                return Start(run=manifests[0].run if manifests else "")
             continue
         if world.is_first:
             for newer in problems:
@@ -308,9 +284,16 @@ def _names_of_all(world: World, candidates: Mapping[str, Path]) -> list[str]:
 
 
 def _verify(
-    world: World, candidates: Mapping[str, Path], name: str, verified: set[Path]
+    world: World,
+    candidates: Mapping[str, Path],
+    begun: Set[str],
+    name: str,
+    verified: set[Path],
 ) -> CheckedStep:
     """Check this rank's share of the files of a step, unless they are verified already."""
+    if name not in candidates and name in begun:
+        problem = f"worker {world.worker} has not completed {name}"
+        return CheckedStep(problem=problem, is_unfinished=True)
     if name not in candidates:
         # A worker without any checkpoint gets a copy, which is no problem.
         return CheckedStep(problem=f"worker {world.worker} has no {name}" if candidates else "")

@@ -29,7 +29,8 @@ from torchtitan_diloco.components.checkpoint_folder import (
     step_of,
 )
 from torchtitan_diloco.components.copies import is_mirror
-from torchtitan_diloco.components.resume import SavedTensors, check_tokenizer
+from torchtitan_diloco.components.resume import check_tokenizer
+from torchtitan_diloco.components.saved_tensors import SavedTensors
 from torchtitan_diloco.config import Config, parse_config
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
