@@ -66,7 +66,11 @@ set_up() { # EXTRAS
     judge_unfinished
     if ! is_complete "$VENV/bin/python" "$1"; then # another start may have made it meanwhile
         say "setting up $VENV (minutes, once; $INSTALL_LOG shows how far it is)"
-        if ! is_recent "$VENV/bin/python"; then set_aside "$VENV"; fi
+        if is_recent "$VENV/bin/python"; then
+            rm -rf "$VENV/replaced" # of a start that was killed
+        else
+            set_aside "$VENV"
+        fi
         touch "$UNFINISHED"
         install "$1" >"$INSTALL_LOG" 2>&1 </dev/null || fail_in_set_up "$VENV" "$INSTALL_LOG"
         rm -rf "$UNFINISHED" "$VENV/replaced"
@@ -80,7 +84,7 @@ judge_unfinished() { # keeps the mark of a set-up that failed only if training w
     fi
 }
 
-PARTS="lib64 lib bin pyvenv.cfg unfinished" # of an environment; lib64 is often a link to lib
+PARTS="pyvenv.cfg lib64 lib bin unfinished" # of an environment; bin works without pyvenv.cfg, elsewhere
 
 set_aside() { # ENVIRONMENT; for `put_back`, until another one is complete
     local part
@@ -106,7 +110,7 @@ put_back() { # ENVIRONMENT
 
 fail_in_set_up() { # ENVIRONMENT LOG
     put_back "$1"
-    judge_unfinished
+    if [ "$1" = "$VENV" ]; then judge_unfinished; fi # a layer has no lock
     tail -n 15 "$2" >&2
     fail "setting up $1 failed, as shown above and in $2; correct the cause (network, disk space," \
         "pip's index), and start again, or set PYTHON to a Python that has what pyproject.toml asks for"
@@ -140,6 +144,7 @@ prepare_layer() { # EXTRA
     find_base
     mkdir -p "$VENV" || fail "cannot write to $VENV; use a writable copy of the repository"
     say "setting up $layer (once; $log shows how far it is)"
+    if is_recent "$layer/bin/python"; then rm -rf "$layer/replaced"; fi # of a start that was killed
     set_aside "$layer"
     install_layer "$layer" "$1" >"$log" 2>&1 </dev/null || fail_in_set_up "$layer" "$log"
     rm -rf "$layer/replaced"

@@ -84,6 +84,8 @@ def main(extras: list[str]) -> None:
 def mend() -> None:
     """Forget the packages that pip was interrupted in, as they look installed and pip would not
     install them again. Exit with a text that names what training then lacks, or with 0."""
+    if not IS_VENV:
+        sys.exit(f"{sys.prefix} is not {VENV}")
     for info in Path(sysconfig.get_path("purelib")).glob("*.dist-info"):
         if not is_whole(metadata.Distribution.at(info)):
             shutil.rmtree(info)

@@ -184,7 +184,8 @@ class Trainer:
                 has_mirror=bool(config.checkpoint.mirror),
             ) as diagnosis,
         ):
-            telemetry.begin_phase(self.data.new_phase(self.step, self.course.share))
+            if not self.course.took_end:
+                telemetry.begin_phase(self.data.new_phase(self.step, self.course.share))
             batches = telemetry.timed(self.data.loader)
             while not (self.course.finished or self._is_paused):
                 stacks.expect_step(telemetry.vitals().step)
@@ -254,9 +255,9 @@ class Trainer:
 
     def _save_end(self, checkpointer: Checkpointer) -> None:
         """Save the final model of a run that had ended before this worker took a step."""
-        self.course.step += 1  # the checkpoint of its last step has another model
         if checkpointer.is_due(self._after_step(Requests(stop=False, save=False))):
-            position = self.data.saved_position()
+            self.course.step += 1  # the checkpoint of its last step has another model
+            position = self.start.position or self.data.saved_position()
             checkpointer.save(self.step, self.course.tokens, position)
 
     def _log_end(self, folder: Path, telemetry: Telemetry) -> None:

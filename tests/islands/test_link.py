@@ -18,6 +18,7 @@ from tests.islands.test_peers import same
 from tests.islands.test_syncing import wait_for
 from tests.islands.trainees import TOKENS, Trainee, trained
 from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.islands import link as module
 from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.link import Claim, Link
 from torchtitan_diloco.islands.rules.fragment import Boundary, Send
@@ -25,7 +26,7 @@ from torchtitan_diloco.islands.rules.island import Island
 from torchtitan_diloco.islands.rules.names import VERSION, Object, part_name
 from torchtitan_diloco.islands.rules.note import Part
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.store import AwayError
+from torchtitan_diloco.store import AwayError, DamagedObjectError
 from torchtitan_diloco.store.store import Buffer
 
 
@@ -114,6 +115,35 @@ def test_a_download_that_fails_while_a_send_waits_for_its_buffer_is_an_error() -
     wait_for(lambda: link._claims[0] is Claim.PREPARING)
     with pytest.raises(ValueError, match="the device is lost"):
         link.decide()
+
+
+def test_what_cannot_be_read_delays_no_other_fragment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy takes its place if that lasts, although the store is there."""
+    monkeypatch.setattr(module, "AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr("torchtitan_diloco.islands.transfers.UNREADABLE_SECONDS", 0.05)
+    updates = [Object(VERSION, 50 + number, number, 1) for number in range(2)]
+    missing = list[Object]()
+    read = list[str]()
+
+    def get(name: str, **_: object) -> None:
+        read.append(name)
+        if name == updates[0].name:
+            raise AwayError(f"{name} cannot be read")
+        raise DamagedObjectError(f"{name} is damaged")
+
+    def on_missing(stored: Object) -> None:
+        missing.append(stored)
+        if missing.count(updates[0]) > 1:
+            link._closed.set()
+
+    machine = SimpleNamespace(wanted=lambda: updates, on_missing=on_missing, incarnation=A)
+    run = SimpleNamespace(large=SimpleNamespace(get=get))
+    copies = SimpleNamespace(values=lambda _: 1)
+    link = Link(cast(Run, run), cast(Island, machine), cast(SharedCopies, copies), ["0", "0"])
+    with pytest.raises(module._ClosedError):
+        link._download()
+    assert read[:2] == [updates[0].name, updates[1].name]
+    assert updates[0] in missing
 
 
 def test_old_parts_are_deleted_while_others_wait_for_their_upload() -> None:

@@ -34,7 +34,8 @@ from torchtitan_diloco.islands.scratch import (
     write_session,
 )
 from torchtitan_diloco.islands.syncing import SyncerProcess
-from torchtitan_diloco.islands.tasks import UNREADABLE_SECONDS, FragmentTasks, TransferTasks
+from torchtitan_diloco.islands.tasks import FragmentTasks, TransferTasks
+from torchtitan_diloco.islands.transfers import UNREADABLE_SECONDS
 from torchtitan_diloco.store import AwayError, LargeObjects
 
 TOKENS = [100, 170]

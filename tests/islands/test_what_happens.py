@@ -81,7 +81,7 @@ SHOWN = {
     ],
     "the disk is full": ["islands/test_waiting.py::test_a_full_disk_delays_and_loses_nothing"],
     "an object cannot be read, although the store is there": [
-        "islands/rules/test_island_start.py::test_what_could_not_be_read_delays_no_other_fragment",
+        "islands/test_link.py::test_what_cannot_be_read_delays_no_other_fragment",
         "islands/test_syncing.py::test_a_part_that_cannot_be_read_is_refused",
     ],
     "all islands die, and the syncer": [

@@ -59,8 +59,9 @@ class SyncerBeside:
         if decision is None and is_known and code:
             return
         if decision is None or not decision.ended:
+            state = "has not ended" if is_known else "cannot be reached, and may not have ended"
             self._say(
-                f"the run in {self._location} has not ended: its syncer goes on here until it has; "
+                f"the run in {self._location} {state}: its syncer goes on here until it has; "
                 "Ctrl-C ends it, and then another one is needed to merge what islands send"
             )
 

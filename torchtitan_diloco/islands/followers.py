@@ -19,7 +19,7 @@ copy later than the first one, so `follow` waits for that before it writes to th
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -42,6 +42,7 @@ from torchtitan_diloco.islands.payload import (
     read_header,
     write_header,
 )
+from torchtitan_diloco.islands.rules.names import Object
 from torchtitan_diloco.store.store import Buffer
 
 UNANSWERED_SECONDS = 1.0
@@ -60,6 +61,17 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     taken: int = 0
     """Number of copies of the fragment that training has applied before."""
     header: bytes = b""
+
+
+class Prepared(NamedTuple):
+    """The next P of a fragment, in its buffer."""
+
+    source: Object
+    at: float
+    """Time of `time.perf_counter` since when it is there."""
+    size: int
+    """Bytes that were downloaded."""
+    checksum: str
 
 
 class SharedCopies:

@@ -63,11 +63,11 @@ class Heard:
         before = self._of_owners
 
         def pass_notes(machine: Syncer) -> None:
+            if failure is None:
+                machine.on_poll(time.monotonic())
             for incarnation, raw in notes.items():
                 if raw != before.get(incarnation):
                     machine.on_note(incarnation, raw)
-            if failure is None:
-                machine.on_poll(time.monotonic())
 
         self._deliver(pass_notes)  # at once: a round does not wait for islands that are unheard
         self._of_owners = {**before, **notes} if failure else notes

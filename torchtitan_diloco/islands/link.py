@@ -25,14 +25,14 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.reports import STILL_SECONDS
-from torchtitan_diloco.islands.followers import SharedCopies
+from torchtitan_diloco.islands.followers import Prepared, SharedCopies
 from torchtitan_diloco.islands.founding import store_copies
 from torchtitan_diloco.islands.instructions import Instructions
 from torchtitan_diloco.islands.payload import HEADER_BYTES, memory_of
@@ -52,7 +52,7 @@ from torchtitan_diloco.islands.rules.note import NotedGauges, Part
 from torchtitan_diloco.islands.rules.settings import NOTE_PAUSES, RATES
 from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands.spares import Spares
-from torchtitan_diloco.islands.transfers import AGAIN_SECONDS, Transfers
+from torchtitan_diloco.islands.transfers import AGAIN_SECONDS, Transfers, Unread
 from torchtitan_diloco.store import AwayError, DamagedObjectError, FullError, Kind, RefusedError
 
 NOTE_SECONDS = 1.0
@@ -79,17 +79,6 @@ class _ClosedError(Exception):
     """The island ends."""
 
 
-class Prepared(NamedTuple):
-    """The next P of a fragment, in its buffer."""
-
-    source: Object
-    at: float
-    """Time of `time.perf_counter` since when it is there."""
-    size: int
-    """Bytes that were downloaded."""
-    checksum: str
-
-
 class Link:
     def __init__(
         self,
@@ -114,6 +103,7 @@ class Link:
         """Fragments whose buffer a send waits for."""
         self._prepared = dict[int, Prepared]()
         self._spares = Spares(1)
+        self._unread = Unread()
         self._is_note_due = threading.Event()
         self._is_part_new = threading.Event()
         """Whether a part is stored that is in no note yet."""
@@ -298,8 +288,12 @@ class Link:
         while True:
             try:
                 decision = decisions.next()
-            except (CallFailedError, MalformedError):
+            except CallFailedError:
                 self._sleep(seconds)  # the store says so
+                continue
+            except MalformedError as error:
+                logger.warning(f"{self.run.location}: {error}; trying again")
+                self._sleep(STILL_SECONDS)
                 continue
             self.read_at = time.monotonic()
             if decision is not None:
@@ -347,9 +341,7 @@ class Link:
     def _download(self) -> None:
         while True:
             with self._changed:
-                wanted = self.machine.wanted()
-                free = (one for one in wanted if self._claims[one.fragment] is not Claim.PREPARED)
-                stored = next(free, None)
+                stored = self._next_download()
                 if stored is None:
                     self._changed.wait(LOOK)
                     if self._closed.is_set():
@@ -360,11 +352,12 @@ class Link:
             try:
                 content = self.run.large.get(stored.name, into=memory)
             except (AwayError, DamagedObjectError) as error:
-                is_away = isinstance(error, AwayError) and self.away_seconds > STILL_SECONDS
-                until = "" if is_away else ", until there is a newer copy"
+                is_lost = self._unread.note(stored, began) and self.away_seconds < STILL_SECONDS
+                is_lost |= isinstance(error, DamagedObjectError)
+                until = ", until there is a newer copy" if is_lost else ""
                 logger.warning(f"{error}; trying again{until}")
                 self._sleep(AGAIN_SECONDS)
-                if is_away:
+                if not is_lost:
                     continue
                 content = None
             if content is None:  # not visible yet, or old: look at the next decision
@@ -377,6 +370,14 @@ class Link:
                 self.transfers.add_download(stored.fragment, time.monotonic() - began)
             self._prepare(stored, content)
             self._spares.give(memory)
+
+    def _next_download(self) -> Object | None:
+        """Return what to download next. Hold the lock."""
+        firsts = dict[int, Object]()
+        for stored in self.machine.wanted():
+            if self._claims[stored.fragment] is not Claim.PREPARED:
+                firsts.setdefault(stored.fragment, stored)
+        return self._unread.choose(firsts.values())
 
     def _prepare(self, stored: Object, content: memoryview) -> None:
         """Write the next P of a fragment to its buffer on all ranks, unless it is no longer

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from torchtitan_diloco.diloco.flags import OUTLIER
 from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.islands.followers import Prepared
 from torchtitan_diloco.islands.gauges import Gauges
-from torchtitan_diloco.islands.link import Prepared
 from torchtitan_diloco.islands.rules.fragment import Apply
 from torchtitan_diloco.islands.rules.note import Part
 

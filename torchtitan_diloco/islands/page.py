@@ -12,7 +12,7 @@ from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.store import AwayError, ClosedError, open_store
 from torchtitan_diloco.store.join_file import read_join_file
 
-VIEW_SECONDS = 10.0
+VIEW_SECONDS = 2.0
 """Longest wait of a request for the newest state."""
 REOPEN_SECONDS = 2.0
 """Seconds after which a store that could not be opened is opened again."""
@@ -40,7 +40,8 @@ class RunPages:
         self._thread.start()
 
     def page(self, path: str) -> tuple[str, bytes] | None:
-        """Return type and content, at most a second old, or None if there is no such page."""
+        """Return type and content, or None if there is no such page. They are at most a second old,
+        unless the store answers late."""
         with self._lock:
             if time.monotonic() > self._built_at + REFRESH_SECONDS:
                 self._is_viewed.clear()
@@ -77,7 +78,9 @@ class RunPages:
                 self._view = None
                 self._problem = f"the run cannot be read: {error}"
                 self._is_viewed.set()
-            self._closed.wait(REOPEN_SECONDS)
+            if not self._closed.is_set():
+                self._is_asked.clear()
+                self._is_asked.wait(REOPEN_SECONDS)
 
     def _read(self) -> None:
         """Read a run until this is closed."""

@@ -86,6 +86,8 @@ class IslandPeers(Peers):
     reports: IslandReports
     seat: Seat
     """Slot of this island and its first sample, after `join`."""
+    took_copies = False
+    """Whether `join` has taken newer copies than those of the checkpoint."""
     _loop: Loop
 
     def __init__(
@@ -146,8 +148,6 @@ class IslandPeers(Peers):
         self._durations = deque[float](maxlen=STEP_TIMES)
         self._boundary_at = math.nan
         self._used: Settings | None = None
-        self.took_copies = False
-        """Whether `join` has taken newer copies than those of the checkpoint."""
         self.reports = IslandReports(islands, self.gauges)
         self._waiting = Waiting(f"island {islands.name}")
 

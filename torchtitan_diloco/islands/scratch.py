@@ -14,7 +14,7 @@ import shutil
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -202,6 +202,14 @@ def lock_folder(first: Path) -> Path:
     number that no other syncer on this machine uses."""
     numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
     return next(folder for folder in itertools.chain([first], numbered) if _lock(folder))
+
+
+def lock_others(first: Path) -> Iterator[Path]:
+    """Lock the other folders of a run that no other syncer on this machine uses, and yield them:
+    those of syncers that have died."""
+    for folder in [first, *first.parent.glob(f"{first.name}-*")]:
+        if folder.is_dir() and _lock(folder):
+            yield folder
 
 
 def _lock(folder: Path) -> bool:

@@ -20,7 +20,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,7 @@ from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.scratch import (
     folder_of,
     lock_folder,
+    lock_others,
     read_session,
     remove_files,
     write_session,
@@ -404,7 +405,8 @@ def sync(
 ) -> None:
     """Run a syncer in this process, until a signal or the end of the run."""
     check_may_decide(location)
-    folder = lock_folder(folder_of(scratch, location))
+    first = folder_of(scratch, location)
+    folder = lock_folder(first)
     run = Run(Waiting("the syncer").open(location, writes=""))
     process = SyncerProcess(run, folder, threads=threads, stays=stays, say=say)
 
@@ -419,13 +421,16 @@ def sync(
             signal.signal(number, stop)
     try:
         if process.run():
-            _finish(run, folder, say)
+            _finish(run, [folder, *lock_others(first)], say)
     finally:
         run.close()
 
 
-def _finish(run: Run, folder: Path, say: Callable[[str], None]) -> None:
-    """Say that the run has ended, and delete its files unless they are newer than the objects."""
+def _finish(run: Run, folders: Sequence[Path], say: Callable[[str], None]) -> None:
+    """Say that the run has ended, and delete its files unless they are newer than the objects.
+
+    `folders`: of this syncer, and of those that have died.
+    """
     say(f"the run in {run.location} has ended, and all islands have read it")
     try:
         decision = run.newest()
@@ -435,7 +440,8 @@ def _finish(run: Run, folder: Path, say: Callable[[str], None]) -> None:
         shared.outer is not None and shared.outer.version == shared.version
         for shared in decision.fragments
     ):
-        try:
-            remove_files(folder)
-        except OSError as error:
-            say(f"{folder}: {error.strerror}: nobody needs it any more, delete it")
+        for folder in folders:
+            try:
+                remove_files(folder)
+            except OSError as error:
+                say(f"{folder}: {error.strerror}: nobody needs it any more, delete it")

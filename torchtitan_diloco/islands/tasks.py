@@ -47,11 +47,9 @@ from torchtitan_diloco.islands.rules.syncer import Syncer
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.scratch import FragmentState, Scratch
 from torchtitan_diloco.islands.spares import Spares
-from torchtitan_diloco.islands.transfers import AGAIN_SECONDS
+from torchtitan_diloco.islands.transfers import AGAIN_SECONDS, UNREADABLE_SECONDS
 from torchtitan_diloco.store import AwayError, DamagedObjectError, FullError
 
-UNREADABLE_SECONDS = 300.0
-"""Seconds for which a part cannot be read, although others are heard, after which it is refused."""
 LOOKS, LOOK_SECONDS = 10, 0.3
 """Number of attempts to find an object that is not visible yet, and the seconds between them."""
 SPARE_PARTS = 8
@@ -365,14 +363,14 @@ class TransferTasks:
         fate = Fate.UNREADABLE
         give_up_at = self._deliver(_listened) + UNREADABLE_SECONDS
 
-        def sleep(seconds: float) -> None:
+        def sleep_or_give_up(seconds: float) -> None:
             self._sleep(seconds)
             if self._deliver(_listened) > give_up_at:  # it is not the store that is away
                 raise DamagedObjectError(f"{name} cannot be read")
 
         try:
             for _ in range(LOOKS):
-                content = patiently(self._run, partial(self._get, name, part), sleep)
+                content = patiently(self._run, partial(self._get, name, part), sleep_or_give_up)
                 if content is not None:
                     fate = self._judge(job, content)
                     break

@@ -3,11 +3,12 @@
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torchtitan_diloco.diloco.reports import STILL_RATIO, STILL_SECONDS
+from torchtitan_diloco.islands.rules.names import Object
 
 
 @dataclass
@@ -18,6 +19,27 @@ class _Upload:
 
 AGAIN_SECONDS = 0.5
 """Seconds after which an island, or the syncer, repeats a failed transfer."""
+UNREADABLE_SECONDS = 300.0
+"""Seconds for which an object cannot be read, although the store is there, after which an island
+takes another one in its place, and the syncer refuses a part."""
+
+
+class Unread:
+    """Objects that could not be read, and since when. One thread uses this."""
+
+    def __init__(self) -> None:
+        self._since = dict[Object, float]()
+
+    def choose(self, wanted: Collection[Object]) -> Object | None:
+        """Return what to read next: one that could not be read comes after the others. Forget those
+        that are no longer wanted."""
+        self._since = {stored: at for stored, at in self._since.items() if stored in wanted}
+        return min(wanted, key=self._since.__contains__, default=None)
+
+    def note(self, stored: Object, at: float) -> bool:
+        """Note an attempt that has failed, and return whether the object is given up: over a slow
+        link, another one in its place, such as a whole copy, would take even longer."""
+        return at > self._since.setdefault(stored, at) + UNREADABLE_SECONDS
 
 
 class Transfers:

@@ -220,8 +220,8 @@ def _check_processes(config: Config, nodes: int) -> None:
     try:
         processes_of_node(config, nodes)
     except UserError as error:
-        gpus = counted(_gpus(config), "GPU")
-        say(f"warning: this machine has {gpus}: with as many on each node, no run starts: {error}")
+        count = counted(wanted_processes(config, nodes), "process", "processes")
+        say(f"warning: with {count} on each node, as on this machine, no run starts: {error}")
 
 
 def wanted_processes(config: Config, nodes: int) -> int:

@@ -9,15 +9,11 @@ decides whose content it is. `resume` continues an interrupted attempt.
 import hashlib
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    FIRST_EXCEPTION,
-    Future,
-    ThreadPoolExecutor,
-    wait,
-)
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from functools import partial
 from types import TracebackType
 from typing import Annotated, TypeVar, overload
 
@@ -67,9 +63,8 @@ class LargeObjects:
         """Time of `time.monotonic` at which a chunk was last stored."""
         self.in_flight_bytes = streams * chunk_bytes
         """Maximum number of bytes of chunks that are stored at a time."""
-        self._streams = streams
-        self._at_once = streams
-        """Number of chunks in flight at a time now: fewer over a link that is too slow for all."""
+        self._up = _Turns(streams)
+        self._down = _Turns(streams)
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="store")
 
     def create(
@@ -97,8 +92,6 @@ class LargeObjects:
 
         def store_chunk(number: int) -> None:
             piece = pieces[number]
-            if stored.get(names[number]) == len(piece):
-                return
             if not self._store.create(names[number], piece, checksums[number], durable=durable):
                 raise DamagedObjectError(
                     f"{self._store.location}: the bytes of {names[number]} do not "
@@ -106,7 +99,8 @@ class LargeObjects:
                 )
             self.stored_at = time.monotonic()
 
-        self._map(store_chunk, range(len(pieces)))
+        missing = [n for n, piece in enumerate(pieces) if stored.get(names[n]) != len(piece)]
+        self._map(store_chunk, missing, self._up)
         head = _Head(size=len(view), chunk_bytes=self._chunk_bytes, root=root)
         if self._store.create(name, _CUT + msgspec.json.encode(head), durable=durable):
             return True
@@ -161,7 +155,7 @@ class LargeObjects:
             return digest
 
         try:
-            checksums = self._map(fetch_chunk, range(len(names)))
+            checksums = self._map(fetch_chunk, range(len(names)), self._down)
         except _MissingError:
             if self._store.get(name) is None:
                 return False
@@ -217,36 +211,81 @@ class LargeObjects:
         entries = self._store.list(f"{name}.{root}")
         return [entry for entry in entries if _CHUNK.fullmatch(entry.name[len(name) :])]
 
-    def _map(self, function: Callable[[T], Result], values: Iterable[T]) -> list[Result]:
-        """Call a function for each value, some at a time. Raise the first error at once; those that
-        have begun go on.
+    def _map(
+        self,
+        function: Callable[[T], Result],
+        values: Iterable[T],
+        turns: "_Turns | None" = None,
+    ) -> list[Result]:
+        """Call a function for each value, `streams` at a time. Raise the first error at once.
 
-        Chunks that are in flight at the same time share the link. If the store did not answer in
-        time, half as many are, and more again once each takes a short time.
+        `turns`: of the direction in which each call transfers a chunk.
         """
         futures = list[Future[Result]]()
-        running = set[Future[Result]]()
-        for value in values:
-            while len(running) >= self._at_once:
-                ended, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in ended:
-                    future.result()
-            futures.append(self._pool.submit(self._timed, function, value))
-            running.add(futures[-1])
-        for future in wait(running, return_when=FIRST_EXCEPTION).done:
+        failed = threading.Event()
+
+        def note_end(future: Future[Result]) -> None:
+            if future.cancelled() or future.exception() is not None:
+                failed.set()
+            if turns is not None:
+                turns.give_back()
+
+        try:
+            for value in values:
+                if turns is not None:
+                    turns.take()
+                call = function if turns is None else partial(turns.timed, function)
+                futures.append(self._pool.submit(call, value))
+                futures[-1].add_done_callback(note_end)
+                if failed.is_set():
+                    break
+            done = wait(futures, return_when=FIRST_EXCEPTION).done
+        finally:
+            for future in futures:
+                future.cancel()  # those that have begun go on
+        for future in done:
             future.result()
         return [future.result() for future in futures]
 
-    def _timed(self, function: Callable[[T], Result], value: T) -> Result:
-        """Call a function, and note how many calls should be in flight at a time."""
+
+class _Turns:
+    """Turns of the chunks in one direction. All that are in flight share the link.
+
+    If the store did not answer in time, half as many are in flight at a time, and more again once
+    each takes a short time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.limit = most
+        self._most = most
+        self._taken = 0
+        self._halved_at = -math.inf
+        self._changed = threading.Condition()
+
+    def take(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken < self.limit)
+            self._taken += 1
+
+    def give_back(self) -> None:
+        with self._changed:
+            self._taken -= 1
+            self._changed.notify()
+
+    def timed(self, call: Callable[[T], Result], value: T) -> Result:
+        """Call a function, which transfers a chunk, and learn from the time that it takes."""
         began = time.monotonic()
         try:
-            result = function(value)
+            result = call(value)
         except AwayError:
-            self._at_once = max(1, self._at_once // 2)
+            with self._changed:
+                if began > self._halved_at:  # those that were in flight together fail together
+                    self._halved_at = time.monotonic()
+                    self.limit = max(1, self.limit // 2)
             raise
         if time.monotonic() - began < SHORT_SECONDS:
-            self._at_once = min(self._streams, self._at_once + 1)
+            with self._changed:
+                self.limit = min(self._most, self.limit + 1)
         return result
 
 

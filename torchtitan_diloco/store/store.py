@@ -1,6 +1,7 @@
 """The verbs of a store, over a backend: names, checksums, retries."""
 
 import copy
+import re
 import secrets
 import threading
 import time
@@ -31,8 +32,10 @@ RACES = 12
 """Races at once in the test of a store, each of two writers of a name. With more writers, SeaweedFS
 lets some of them wait for a lock for seconds, as it looks again after 1, 1.5, 2.25, ... seconds."""
 
-TEST, LEFT_SECONDS = "test-", 3600.0
-"""With what the names in the test of a store begin, and seconds after which they are left over."""
+TEST, TEST_BYTES = "test-", 8
+"""The names in the test of a store: this, and random bytes in hexadecimal digits."""
+LEFT_SECONDS = 3600.0
+"""Seconds after which an object of such a test is left over."""
 
 
 class Kind(StrEnum):
@@ -280,7 +283,7 @@ class Store:
 
         `prefix`: where this login may write.
         """
-        races = [_Race(f"{prefix}{TEST}{secrets.token_hex(8)}") for _ in range(RACES)]
+        races = [_Race(f"{prefix}{TEST}{secrets.token_hex(TEST_BYTES)}") for _ in range(RACES)]
         with ThreadPoolExecutor(2 * RACES, thread_name_prefix="store-test") as pool:
             try:
                 created = [
@@ -295,9 +298,10 @@ class Store:
                     for race in races:
                         one_by_one.delete(race.name)
                 raise
+        name_of_race = re.compile(rf"{re.escape(prefix)}{TEST}[0-9a-f]{{{2 * TEST_BYTES}}}")
         for listed in self.list(f"{prefix}{TEST}"):
-            if listed.age > LEFT_SECONDS:  # by a process that was killed in its test
-                self.delete(listed.name)
+            if listed.age > LEFT_SECONDS and name_of_race.fullmatch(listed.name):
+                self.delete(listed.name)  # of a process that was killed in its test
         self.tidy()
 
     def close(self) -> None:

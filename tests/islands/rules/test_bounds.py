@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.islands.rules.desk import A, B, Desk, checksum, founded
+from tests.islands.rules.desk import SHAPES, A, B, Desk, checksum, founded
 from torchtitan_diloco.islands.rules.decision import (
     RUNNING,
     Decision,
@@ -17,17 +17,21 @@ from torchtitan_diloco.islands.rules.decision import (
     encode_decision,
 )
 from torchtitan_diloco.islands.rules.fields import FURTHEST
+from torchtitan_diloco.islands.rules.founding import Founding, encode_founding
 from torchtitan_diloco.islands.rules.jobs import Settle
 from torchtitan_diloco.islands.rules.names import ISLAND, LARGEST, VERSION
-from torchtitan_diloco.islands.rules.note import NotedGauges, NotedVitals
+from torchtitan_diloco.islands.rules.note import Note, NotedGauges, NotedVitals, encode_note
 from torchtitan_diloco.islands.rules.presence import (
     FORGOTTEN,
     MOST_OF_LOGIN,
     MOST_STARTS,
     SILENT,
     WITHOUT_WORK,
+    Presence,
 )
 from torchtitan_diloco.islands.rules.rounds import HEADROOM
+from torchtitan_diloco.islands.rules.settings import MOST_PAUSE
+from torchtitan_diloco.islands.rules.syncer import Syncer
 
 
 def test_losses_do_not_use_up_the_numbers_of_a_slot() -> None:
@@ -167,6 +171,30 @@ def test_messages_to_incarnations_that_are_gone_are_forgotten() -> None:
         desk.pass_time(1.0)
         desk.syncer.garbage([])
     assert desk.state.told == {}
+
+
+def test_an_island_is_heard_although_polls_are_rare() -> None:
+    presence = Presence()
+    for poll in range(10):
+        presence.listen(MOST_PAUSE * poll, pause=MOST_PAUSE)
+        presence.hear(A, Note(counter=poll + 1, step=poll), [A])
+        assert presence.silence(A) == 0.0
+    presence.listen(MOST_PAUSE * 9 + 100.0, pause=MOST_PAUSE)
+    assert presence.is_heard(A), "it was an outage"
+    presence.listen(MOST_PAUSE * 10 + 100.0, pause=MOST_PAUSE)
+    assert presence.is_silent(A)
+
+
+def test_a_sweep_before_the_run_is_founded_forgets_nobody() -> None:
+    syncer = Syncer(None, "session", 0.0, 0.0)
+    founding = Founding(run="r", settings=founded().settings, shapes=[SHAPES], checksums=["0"])
+    syncer.on_founding(A, encode_founding(founding))
+    syncer.on_note(A, encode_note(Note(counter=1)))
+    for now in (1.0, 2.0):
+        syncer.tick(now)
+    assert syncer.state is not None
+    assert not syncer.state.is_founded
+    assert syncer.garbage([]) == []
 
 
 def test_starts_that_are_gone_leave_nothing_in_memory() -> None:

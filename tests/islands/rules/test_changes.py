@@ -1,9 +1,12 @@
 """Changes that a person makes during a run."""
 
 import copy
+import math
 
 import msgspec
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as some
 
 from tests.islands.rules.desk import A, B, Desk, founded
 from torchtitan_diloco.diloco.formats import island_formats
@@ -18,6 +21,7 @@ from torchtitan_diloco.islands.rules.changes import (
     Leave,
     Set,
     changed,
+    keep_begun_phases,
     make,
 )
 from torchtitan_diloco.islands.rules.commit import PAUSES_STILL
@@ -154,6 +158,22 @@ def test_phases_that_have_begun_stay_so_in_a_longer_run() -> None:
     desk.pass_time(1.0)
     assert desk.state.slots[0].entered == [20]
     assert desk.ledger(0).taken == 25
+
+
+@given(
+    share=some.floats(0.001, 0.999),
+    total=some.integers(10**3, 10**9),
+    longer=some.integers(1, 10**9),
+)
+def test_no_phase_begins_twice(share: float, total: int, longer: int) -> None:
+    """Whatever the rounding."""
+    state = founded((A,), phases=(share,), total_tokens=total)
+    state.fragments[0].clock = math.ceil(share * total)
+    assume(state.phases == 1)
+    state.settings = keep_begun_phases(
+        state, msgspec.structs.replace(state.settings, total_tokens=total + longer)
+    )
+    assert state.phases == 1
 
 
 @pytest.mark.parametrize("key", ["commit_seconds", "poll_seconds"])

@@ -1,6 +1,7 @@
 """How a decision begins to count, call by call, and which objects are garbage."""
 
 from collections.abc import Generator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from torchtitan_diloco.islands.rules.commit import (
     commit,
 )
 from torchtitan_diloco.islands.rules.decision import encode_decision
+from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.founding import WentBackError
 from torchtitan_diloco.islands.rules.names import (
     Object,
@@ -41,6 +43,7 @@ from torchtitan_diloco.islands.rules.names import (
     run_number,
 )
 from torchtitan_diloco.islands.rules.presence import MOST_LISTENED
+from torchtitan_diloco.islands.rules.settings import MOST_PAUSE
 
 LATE = CallFailedError("timed out")
 
@@ -195,10 +198,29 @@ def test_a_stand_by_takes_over_when_the_number_stands_still() -> None:
 
 
 def test_a_stand_by_waits_for_a_syncer_that_decides_rarely() -> None:
-    rare = founded(commit_seconds=5.0, poll_seconds=5.0).settings
+    rare = founded(commit_seconds=MOST_PAUSE, poll_seconds=MOST_PAUSE).settings
     watch = Watch(5, settings=rare)
-    looks = [10.0 * number for number in range(3)]
-    assert [watch.look(now) for now in looks] == [False, False, True], "each look counts ten"
+    pause = 2 * MOST_PAUSE
+    looks = [pause * number for number in range(4)]
+    assert [watch.look(now) for now in looks] == [False, False, False, True], "three pauses"
+
+
+def test_a_stand_by_that_looks_rarely_does_not_count_an_outage_either() -> None:
+    watch = Watch(5, settings=founded(poll_seconds=MOST_PAUSE).settings)
+    assert not watch.look(0.0)
+    assert not watch.look(30.0, fails=True)
+    assert not watch.look(60.0)
+    assert not watch.look(66.0)
+
+
+def test_a_stand_by_leaves_a_run_alone_that_it_cannot_read() -> None:
+    class Unreadable(Watch):
+        content = b"of newer code"
+
+    watch = Unreadable(5)
+    for now in (0.0, 100.0, 200.0):
+        with suppress(MalformedError):
+            assert not watch.look(now)
 
 
 def test_a_stand_by_does_not_count_an_outage_of_the_store() -> None:

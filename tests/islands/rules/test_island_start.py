@@ -84,22 +84,6 @@ def test_a_joiner_takes_a_copy_and_the_versions_after_it() -> None:
     assert island.ending == OVER
 
 
-def test_what_could_not_be_read_delays_no_other_fragment() -> None:
-    state = founded((A,), fragments=2)
-    for number, shared in enumerate(state.fragments):
-        shared.version = 1
-        shared.kept = [Kept(0, checksum(0), 0), Kept(1, checksum(1), 50 + number)]
-    island = build_island(fragments=2)
-    island.on_decision(state, 0.0)
-    copies = [Object(COPY, 1, number, 0) for number in range(2)]
-    updates = [Object(VERSION, 50 + number, number, 1) for number in range(2)]
-    assert island.wanted() == [copies[0], updates[0], copies[1], updates[1]]
-    for copy in copies:
-        island.on_held(copy, 0.0)
-    island.on_missing(updates[0])
-    assert island.wanted() == [updates[1], updates[0]], "it is asked for again, after the others"
-
-
 def test_an_empty_or_another_location_is_an_error_for_people(hand: Hand) -> None:
     saved = saved_of(hand)
     with pytest.raises(UserError, match="run r"):

@@ -1,5 +1,6 @@
 """Changes that a person may make during a run."""
 
+import math
 from collections.abc import Iterable
 from typing import Annotated, Any, TypeAlias
 
@@ -111,7 +112,9 @@ def keep_begun_phases(state: Decision, after: Settings) -> Settings:
     """
     before = state.settings
     begun = state.phases
-    same = [share * before.total_tokens / after.total_tokens for share in before.phases[:begun]]
+    scale = before.total_tokens / after.total_tokens
+    # Rounded down, so that no phase begins again.
+    same = [max(0.0, math.nextafter(share * scale, -1.0)) for share in before.phases[:begun]]
     return msgspec.structs.replace(after, phases=(*same, *before.phases[begun:]))
 
 

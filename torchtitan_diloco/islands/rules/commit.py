@@ -151,8 +151,8 @@ class Reader:
 
 
 STANDSTILL, PAUSES_STILL = 10.0, 3
-"""Seconds, and number of the longest pauses between decisions, without a new one after which a
-standby takes over."""
+"""Seconds, and number of pauses between two decisions and between two looks, without a new decision
+after which a standby takes over."""
 LOOKS_APART = 2
 """Number of polls of an island between two looks of a standby."""
 
@@ -188,8 +188,9 @@ class StandBy:
         else:
             self._still += min(now - self._read_at, most_listened(self.pause))
         self._read_at = now
-        if self._reader.is_lower:
-            return False
+        if self._reader.is_lower or (self.newest is None and self._reader.number is not None):
+            return False  # there is a run, but it cannot be read
         if self.newest is None or self.newest.stopped or self.newest.session == self._died:
             return True
-        return self._still >= max(STANDSTILL, PAUSES_STILL * self.newest.settings.commit_seconds)
+        pause = max(self.pause, self.newest.settings.commit_seconds)
+        return self._still >= max(STANDSTILL, PAUSES_STILL * pause)

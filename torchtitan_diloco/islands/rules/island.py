@@ -184,13 +184,10 @@ class Island:
             one.on_checksum(copy.version, copy.checksum or "unknown")
 
     def wanted(self) -> list[Object]:
-        """Return the objects to download, in this order: those of fragments of which the first one
-        could not be read come last."""
+        """Return the objects to download, those of a fragment in this order."""
         if self.ending or self.decision is None or not self.decision.is_founded:
             return []
-        of_fragments = [(one, one.wanted()) for one in self.fragments]
-        of_fragments.sort(key=lambda pair: not pair[0].missing.isdisjoint(pair[1][:1]))
-        return [stored for _, wanted in of_fragments for stored in wanted]
+        return [stored for one in self.fragments for stored in one.wanted()]
 
     def on_held(self, stored: Object, now: float) -> None:
         """An object was downloaded and its bytes were checked."""
@@ -364,8 +361,9 @@ class Island:
 
     def _wish(self) -> str:
         if self.slot is None:
-            is_over = self.is_leaving or self.ending or self.decision is None or self.decision.ended
-            return JOIN if self._is_near() and not is_over else ""
+            has_ended = self.decision is not None and self.decision.ended
+            may_join = self._is_near() and not (self.is_leaving or self.ending or has_ended)
+            return JOIN if may_join else ""
         if not self.is_leaving:
             return ""
         is_busy = self.is_training and any(

@@ -22,10 +22,10 @@ from torchtitan_diloco.islands.rules.ledger import most_samples
 from torchtitan_diloco.islands.rules.names import ISLAND, incarnation_of, login_of, name_of
 from torchtitan_diloco.islands.rules.note import GIVE, JOIN, Note
 
-MOST_LISTENED, POLLS_LISTENED = 1.5, 1.5
-"""Maximum seconds, and maximum number of pauses between two polls, that one poll counts as
-listened. Longer polls were an outage of the store or a pause of the syncer, during which no island
-could be heard."""
+MOST_LISTENED = 1.5
+"""Maximum seconds that one poll counts as listened, unless the pause between two is longer. Longer
+polls were an outage of the store or a pause of the syncer, during which no island could be
+heard."""
 SILENT = 5.0
 """Seconds of silence after which rounds do not wait for an island, and its next incarnation takes
 its slot."""
@@ -55,7 +55,7 @@ class Member:
 
 def most_listened(pause: float) -> float:
     """Return the maximum seconds that one poll counts. `pause`: usual seconds between two polls."""
-    return max(MOST_LISTENED, POLLS_LISTENED * pause)
+    return max(MOST_LISTENED, pause)
 
 
 class Presence:
@@ -65,7 +65,7 @@ class Presence:
         self._polled: float | None = None
 
     def listen(self, now: float, pause: float = 0.0) -> None:
-        """Count a poll in which the notes of all owners of slots were read.
+        """Count a poll in which the notes of all owners of slots were read, before they are heard.
 
         `pause`: usual seconds between two polls.
         """

@@ -38,7 +38,7 @@ NOTE_PAUSES = {"folder": 0.1, "near": 0.1, "cloud": 1.0}
 is no cloud: a bucket of a provider takes one write a second of a name."""
 
 
-MOST_PAUSE = 5.0
+MOST_PAUSE = 3.0
 """Maximum seconds between two decisions, and between two looks at the store. With longer ones,
 islands that leave, commands and other syncers would take one that waits for one that is gone."""
 

@@ -119,7 +119,7 @@ class Syncer:
         return [] if self.state is None else self.state.owners()
 
     def on_poll(self, now: float) -> None:
-        """The notes of all owners of slots were passed."""
+        """The notes of all owners of slots were read, and are passed now."""
         pause = 0.0 if self.state is None else self.state.settings.poll_seconds
         self.presence.listen(now, pause)
 
@@ -490,8 +490,9 @@ class Syncer:
         if self.state is None:
             return []
         gone = self.presence.forgotten(self.state)
-        self._speeds.forget(gone)
-        for round_ in self.rounds:
-            round_.forget(gone)
-        self._wrong = {key: count for key, count in self._wrong.items() if key[0] not in gone}
+        if self.state.is_founded:
+            self._speeds.forget(gone)
+            for round_ in self.rounds:
+                round_.forget(gone)
+            self._wrong = {key: count for key, count in self._wrong.items() if key[0] not in gone}
         return self._writer.garbage(names, self.presence, gone, self._now)
