@@ -12,7 +12,7 @@ from torchtitan_diloco.components.records import PhaseRecord
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.config.schema import WORKER_FIELD, Config
 from torchtitan_diloco.config.weights import Weights, turns_of
-from torchtitan_diloco.data.corpus import open_corpora
+from torchtitan_diloco.data.corpus import check_validation_corpus, open_corpora
 from torchtitan_diloco.data.loader import Stream, TrainLoader
 from torchtitan_diloco.data.mixture import (
     Mixture,
@@ -63,6 +63,8 @@ class RunData:
         self.corpora = open_corpora(data, tokenizer, worker)
         self.fingerprints = {name: shards.fingerprint for name, shards in self.corpora.items()}
         check_fingerprints(self.fingerprints)
+        if data.validation_corpus and config.validation.every:
+            check_validation_corpus(data, tokenizer, worker, self.fingerprints)
         if config.model.document_mask:
             self._check_documents()
         is_own = data.shard_by == "own"

@@ -3,7 +3,7 @@
 import glob
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torchtitan_diloco.base.registry import find
@@ -57,6 +57,25 @@ def open_split(
     # Validate on the held-out split of the folder, or on all of it if that split is empty.
     held_out = read_index(folder / INDEX_NAME).splits["validation"].tokens
     return TokenShards(folder, "validation" if held_out or is_trained_on else "train", tokenizer)
+
+
+def check_validation_corpus(
+    data: Data, tokenizer: Tokenizer, worker: str, trained: Mapping[str, str]
+) -> None:
+    """Raise if the text that a worker validates on is a corpus that it trains on, as under another
+    spelling of its path.
+
+    `trained`: fingerprints of the corpora to train on, by their names in the settings.
+    """
+    validation = open_split(data, tokenizer, "validation", worker=worker)
+    for name, fingerprint in trained.items():
+        if fingerprint == validation.fingerprint:
+            raise UserError(
+                f'data.validation_corpus = "{data.validation_corpus}" holds the same tokens as '
+                f'"{name}" of {data.corpora_key}, which is trained on: name other text, or leave '
+                "it empty and hold out a part (data.validation_fraction of text, or prepare "
+                "--validation-fraction of shards)"
+            )
 
 
 def own_name(name: str, worker: str) -> str:
