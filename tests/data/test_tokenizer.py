@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.conftest import save_tokenizer
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer, main
 
 BYTES = build_tokenizer("bytes")
@@ -78,6 +80,91 @@ def test_limits_and_added_tokens_of_a_file_are_left_out(
     assert (found.vocab_size, found.begin_of_document) == (401, 400)
     for text in ("one", "a text of more than eight tokens, and of three"):
         assert found.encode(text).tolist() == own.encode(text).tolist()
+
+
+def add_tokens(file: Path, special: Sequence[str], ordinary: Sequence[str]) -> str:
+    """Rename the end of a file to a name that is not known, and add tokens from 400 on. Return the
+    path of the new file."""
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Theirs
+
+    theirs = Theirs.from_str(file.read_text().replace("<|endoftext|>", "no end"))
+    theirs.add_tokens([AddedToken(name, special=False) for name in ordinary])
+    theirs.add_special_tokens(list(special))
+    path = file.with_name("added.json")
+    theirs.save(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("special", "ordinary", "end", "begin"),
+    [
+        (["<bos>", "<eos>"], ["<s>", "</s>"], "<eos>", "<bos>"),  # as in Gemma
+        (["<s>", "<|endoftext|>"], ["</s>"], "<|endoftext|>", "<s>"),  # as in Phi 3
+        (["<s>", "</s>"], [], "</s>", "<s>"),  # as in Llama 2 and Mistral
+        (["<|im_end|>", "<|endoftext|>"], ["<s>"], "<|endoftext|>", None),
+        (["<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>"], [], "<|end_of_text|>", "<|begin"),
+    ],
+)
+def test_the_marks_of_documents_are_special_tokens(
+    special: list[str], ordinary: list[str], end: str, begin: str | None, file: Path
+) -> None:
+    tokenizer = build_tokenizer(add_tokens(file, special, ordinary))
+    assert tokenizer.end_name == end
+    assert tokenizer.decode([tokenizer.end_of_document]) == end
+    if begin is None:
+        assert tokenizer.begin_of_document is None
+    else:
+        assert tokenizer.begin_of_document is not None
+        assert tokenizer.decode([tokenizer.begin_of_document]).startswith(begin)
+    for name in (*special, *ordinary):
+        ids = tokenizer.encode(f"before {name} after")
+        assert tokenizer.end_of_document not in ids
+        assert tokenizer.begin_of_document not in ids
+
+
+def test_a_mark_in_the_vocabulary_need_not_be_an_added_token(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Theirs
+    from tokenizers import models
+
+    path = tmp_path / "plain.json"
+    names = ["<", "/", "s", ">", "</s>", "<s>"]
+    Theirs(models.BPE({name: place for place, name in enumerate(names)}, [])).save(str(path))
+    tokenizer = build_tokenizer(str(path))
+    assert (tokenizer.end_of_document, tokenizer.begin_of_document) == (4, 5)
+    assert tokenizer.encode("<s></s>").tolist() == [0, 2, 3, 0, 1, 2, 3]
+
+
+def test_a_mark_that_a_text_can_contain_is_refused(file: Path, tmp_path: Path) -> None:
+    """The remedies help."""
+    problem = r'encodes the text "</s>" as its token that ends a document: '
+    added = add_tokens(file, [], ["</s>"])
+    with pytest.raises(UserError, match=problem + "mark it as special in the added_tokens of"):
+        build_tokenizer(added)
+    assert build_tokenizer(add_tokens(file, ["</s>"], [])).end_name == "</s>"
+    for special in ([], ["</s>"], ["<s>", "</s>"]):
+        unigram = save_unigram(tmp_path / "unigram.json", special)
+        with pytest.raises(UserError, match=f"{problem}add one of <.endoftext.>, .*<eos>"):
+            build_tokenizer(unigram)
+    unigram = save_unigram(tmp_path / "unigram.json", ["</s>", "<eos>"])
+    assert build_tokenizer(unigram).end_name == "<eos>"
+    unigram = save_unigram(tmp_path / "unigram.json", ["<s>", "<eos>"])
+    begins = r'encodes the text "<s>" as its token that begins a document: add one of <.begin_of'
+    with pytest.raises(UserError, match=begins):
+        build_tokenizer(unigram)
+
+
+def save_unigram(path: Path, special: list[str]) -> str:
+    """Save a Unigram model whose vocabulary lists `<s>` and `</s>`."""
+    from tokenizers import Tokenizer as Theirs
+    from tokenizers import models
+
+    pieces = [("<unk>", 0.0), ("<s>", -1.0), ("</s>", -1.0)]
+    pieces += [(character, -3.0) for character in "<>/abcdefghijklmnopqrstuvwxyz"]
+    theirs = Theirs(models.Unigram(pieces, unk_id=0))
+    theirs.add_special_tokens(special)
+    theirs.save(str(path))
+    return str(path)
 
 
 def test_a_file_that_cannot_be_used_is_refused(file: Path, tmp_path: Path) -> None:

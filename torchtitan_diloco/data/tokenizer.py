@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -139,17 +140,18 @@ def _from_file(spec: str) -> Tokenizer:
             f'data.tokenizer = "{spec}" is not a tokenizer.json ({error}): give one of Hugging '
             "Face, or train one (docs/data-and-models.md#tokenizers)"
         ) from error
+    # A file may hold a limit of the length that its model was used with.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    end = next((name for name in ENDS if name in vocabulary), None)
+    end = _find_mark(spec, tokenizer, ENDS)
     if end is None:
         raise UserError(
             f'data.tokenizer = "{spec}" has no token that ends a document: add one of '
             f"{', '.join(ENDS)} to its special tokens"
         )
-    # A file may hold a limit of the length that its model was used with.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
+    begin = _find_mark(spec, tokenizer, BEGINS)
     # The threads of `prepare` share the work, and processes may be forked after it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -164,10 +166,37 @@ def _from_file(spec: str) -> Tokenizer:
         vocab_size=max(vocabulary.values()) + 1,
         end_of_document=vocabulary[end],
         end_name=end,
-        begin_of_document=next((vocabulary[name] for name in BEGINS if name in vocabulary), None),
+        begin_of_document=None if begin is None else vocabulary[begin],
         file=path,
         encode=encode,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+    )
+
+
+def _find_mark(spec: str, tokenizer: Any, names: Sequence[str]) -> str | None:
+    """Return the token of a `tokenizer.json` that ends or begins a document, by its known names.
+
+    Only special tokens count, unless none of the known ones is special: other added tokens may
+    stand for text, such as the HTML tag `</s>`. Raise if the name is encoded as the token.
+    """
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    is_special = {
+        token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()
+    }
+    known = [name for name in names if name in vocabulary]
+    marks = [name for name in known if is_special.get(name)] or known
+    for name in marks:
+        if vocabulary[name] not in tokenizer.encode(name, add_special_tokens=False).ids:
+            return name
+    if not marks or (names is BEGINS and not is_special.get(marks[0])):
+        return None  # a document needs no begin, and this token is one of ordinary text
+    others = ", ".join(name for name in names if name not in vocabulary)
+    remedy = f"add one of {others} to its special tokens"
+    if is_special.get(marks[0]) is False:
+        remedy = f"mark it as special in the added_tokens of the file, or {remedy}"
+    raise UserError(
+        f'data.tokenizer = "{spec}" encodes the text "{marks[0]}" as its token that '
+        f"{'begins' if names is BEGINS else 'ends'} a document: {remedy}"
     )
 
 
