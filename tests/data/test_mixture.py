@@ -17,6 +17,10 @@ NAMES = "abcdef"
 WEIGHTS = st.lists(st.integers(1, 60), min_size=1, max_size=6).map(
     lambda weights: dict(zip(NAMES, map(float, weights), strict=False))
 )
+IN_ANY_ORDER = st.permutations("abc").flatmap(
+    lambda names: st.fixed_dictionaries({name: st.integers(1, 3).map(float) for name in names})
+)
+"""Weights that often let several corpora be due at the same time."""
 
 
 def located(mixture: Mixture, start: int, stop: int) -> list[tuple[int, int]]:
@@ -50,9 +54,10 @@ def test_resumed_is_uninterrupted_across_phases(
     stop: int,
 ) -> None:
     phases = [(begins, second), (begins + lasts + 1, third)]
-    whole = Mixture(NAMES, plan_segments(first, phases))
+    whole = Mixture(NAMES, plan_segments(first, phases, names=NAMES))
     saved = whole.segment_at(stop)
-    resumed = Mixture(NAMES, plan_segments(first, phases, position=stop, before=saved))
+    segments = plan_segments(first, phases, names=NAMES, position=stop, before=saved)
+    resumed = Mixture(NAMES, segments)
     assert located(resumed, stop, 500) == located(whole, stop, 500)
     assert resumed.read_before(500) == whole.read_before(500)
 
@@ -62,9 +67,10 @@ def test_new_weights_count_from_the_resume_on(
     old: dict[str, float], new: dict[str, float], stop: int
 ) -> None:
     """No sample of a corpus is skipped or repeated, and the new shares hold from there."""
-    before = Mixture(NAMES, plan_segments(old, []))
+    before = Mixture(NAMES, plan_segments(old, [], names=NAMES))
     saved = before.segment_at(stop)
-    after = Mixture(NAMES, plan_segments(new, [], position=stop, before=saved))
+    segments = plan_segments(new, [], names=NAMES, position=stop, before=saved)
+    after = Mixture(NAMES, segments)
     counts = [before.read_before(stop).get(name, 0) for name in NAMES]
     began = list(counts)
     total = sum(new.values())
@@ -74,6 +80,25 @@ def test_new_weights_count_from_the_resume_on(
     if turns_of(old) != turns_of(new):
         for name, count, start in zip(NAMES, counts, began, strict=True):
             assert abs(count - start - 200 * new.get(name, 0) / total) < 1
+
+
+@given(st.permutations(NAMES), st.lists(st.tuples(IN_ANY_ORDER, st.integers(0, 20)), min_size=2))
+def test_each_sample_is_read_once_whatever_the_order_of_the_weights(
+    names: list[str], cuts: list[tuple[dict[str, float], int]]
+) -> None:
+    """The weights may list the corpora in another order than the stream."""
+    position = 0
+    saved = None
+    counts = dict.fromkeys(names, 0)
+    for weights, count in cuts:
+        mixture = Mixture(
+            names, plan_segments(weights, [], names=names, position=position, before=saved)
+        )
+        for corpus, sample in located(mixture, position, position + count):
+            assert sample == counts[names[corpus]]
+            counts[names[corpus]] += 1
+        position += count
+        saved = mixture.segment_at(position)
 
 
 def test_weights_are_exact_or_rounded() -> None:

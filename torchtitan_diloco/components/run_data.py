@@ -195,7 +195,9 @@ class RunData:
         position = saved.samples
         segment = saved.segment
         old = saved.corpora
-        if old == self.fingerprints:
+        # The turns also depend on the order of the corpora. If it is another one, the period is not
+        # continued, but begins here.
+        if list(old.items()) == list(self.fingerprints.items()):
             return Position(position, segment)
         # The tokens say which corpus it is; a folder may have been moved. So a corpus that was read
         # under an old name goes on under its new one, from as many samples.
@@ -237,7 +239,8 @@ class RunData:
             self._phase_starts = self._planned_starts(plan, planned_from)
         else:
             mixtures = [phase.mixture for phase in self._data.phases]
-            segments = plan_segments(self._data.weights, zip(entered, mixtures, strict=False))
+            phases = zip(entered, mixtures, strict=False)
+            segments = plan_segments(self._data.weights, phases, names=list(self.corpora))
             self._phase_starts = list(entered)
         self.loader = TrainLoader(
             self.corpora,
@@ -265,7 +268,13 @@ class RunData:
         """Return the segments of this worker's stream from a position on."""
         mixtures = [phase.mixture for phase in self._data.phases]
         phases = zip(self._planned_starts(plan, at), mixtures, strict=True)
-        return plan_segments(self._data.weights, phases, position=at.samples, before=at.segment)
+        return plan_segments(
+            self._data.weights,
+            phases,
+            names=list(self.corpora),
+            position=at.samples,
+            before=at.segment,
+        )
 
     def _planned_starts(self, plan: RunPlan, at: Position) -> list[int]:
         """Return the positions at which phases start, at their shares of the plan."""

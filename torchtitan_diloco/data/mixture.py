@@ -83,7 +83,8 @@ class Mixture:
     """Turns of corpora in a stream that consists of segments, in the order of their starts."""
 
     def __init__(self, corpora: Sequence[str], segments: Sequence[Segment]) -> None:
-        """`corpora`: names of the corpora, in the order in which `locate` numbers them.
+        """`corpora`: names of the corpora, in the order in which `locate` numbers them. Of those
+        whose next samples are due at the same time, the first has the turn.
 
         The first segment says how much was read before it; for the others it is computed.
         """
@@ -145,13 +146,15 @@ def plan_segments(
     weights: Weights,
     phases: Iterable[tuple[int, Weights]],
     *,
+    names: Sequence[str],
     position: int = 0,
     before: Segment | None = None,
 ) -> list[Segment]:
     """Return the segments of a stream from a position on.
 
-    `phases`: the position at which each begins, and its weights. `before`: the segment of a
-    checkpoint at this position, which goes on if the weights are still those that it has.
+    `phases`: the position at which each begins, and its weights. `names`: names of all corpora, in
+    the order in which the stream reads them. `before`: the segment of a checkpoint at this
+    position, read in the same order, which goes on if the weights are still those that it has.
     """
     current = dict(weights)
     later = list[Segment]()
@@ -166,8 +169,7 @@ def plan_segments(
         return [Segment(position, current, before.read), *later]
     if turns_of(before.weights) == turns_of(current):
         return [before, *later]
-    names = dict.fromkeys([*before.weights, *before.read])
-    read = Mixture(list(names), [before]).read_before(position)
+    read = Mixture(names, [before]).read_before(position)
     return [Segment(position, current, read), *later]
 
 
