@@ -94,6 +94,11 @@ FINE = b'{"text": "fine"}\n'
         ),
         ("a.txt", b"ok\n" * 300_000 + b"gr\xfc\xdfe", " is not UTF-8 .*iconv"),
         ("a.jsonl", FINE + b"{nope", r", line 2: not JSON \(.*: correct or delete the line\..*"),
+        (
+            "a.jsonl",
+            FINE + b'{"text": "a", "id": ' + b"7" * 5000 + b"}",
+            r", line 2: not JSON \(.* digits.*: correct or delete the line\..*",
+        ),
         ("a.txt", bytes(range(256)), " is not UTF-8 .* or leave it out if it is no text"),
         ("a.jsonl", FINE + b'{"text": "gr\xfc"}', " is not UTF-8 .* byte 0xfc"),
         (

@@ -209,9 +209,10 @@ def _read_lines(content: BinaryIO, field: str, start: Place, path: Path) -> Iter
 
 def _json_text(line: str, field: str, where: str) -> str:
     try:
-        return text_field(json.loads(line), field, where)
-    except (json.JSONDecodeError, RecursionError) as error:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:  # an integer may have too many digits
         raise UserError(
             f"{where}: not JSON ({error}): correct or delete the line. Each line of a .jsonl file "
             f'is an object with its text in "{field}"; other text belongs in a .txt file'
         ) from error
+    return text_field(record, field, where)
