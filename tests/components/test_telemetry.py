@@ -317,6 +317,7 @@ def test_the_record_of_a_round() -> None:
     fragment = Fragment(0, "blocks", (parameter,))
     written = round_record(one, fragment, clock=1000.0)
     written.set_numbers({name: float(one.numbers.get(name, math.nan)) for name in OUTER_METRICS})
+    written.set_rates([[8 * traffic.rate(other) for other in range(2)]])
     found = json.loads(to_line(written))
     assert (found["kind"], found["step"], found["fragment_name"]) == ("round", 6, "blocks")
     assert (found["parameters"], found["left_out"]) == (2 * BYTES, ["outlier"])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from torchtitan_diloco.components.metrics import (
@@ -41,7 +42,8 @@ class LoggedStep:
     """A logged step, and the rounds since the last one, whose numbers are merged over ranks.
 
     All ranks create it after the same steps. `record`: the numbers of this rank. `rounds`: the
-    records of `exchanges`, without their numbers. `sums`: those of `summands` over all ranks.
+    records of `exchanges`, without their numbers and rates. `sums`: those of `summands` over all
+    ranks.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class LoggedStep:
         of_worker = [record.get(name, math.nan) for name in MERGED_IN_WORKER]
         for exchange in exchanges:
             of_worker += (float(exchange.numbers.get(name, math.nan)) for name in OUTER_METRICS)
+            of_worker += (8 * exchange.traffic.rate(other) for other in range(world.workers))
         self._of_worker = PendingRows(world, of_worker, where)
 
     @property
@@ -73,10 +76,8 @@ class LoggedStep:
         """Wait for the numbers of the other ranks, and put the merged ones into the records."""
         summed = self._sums.result()[len(Asked._fields) :]
         largest = self._largest.result()
-        of_worker, *of_rounds = self._in_worker()
+        of_worker = self._merge_in_worker()
         self.record |= {name: of_worker[name] for name in of_worker if name in self.record}
-        for record, numbers in zip(self.rounds, of_rounds, strict=True):
-            record.set_numbers(numbers)
         sums = JobSums(*summed[: len(JobSums._fields)])
         self.record["loss/train"] = sums.cross_entropy / (sums.tokens or math.nan)
         for name, total in zip(SUMMED_OVER_JOB, summed[len(JobSums._fields) :], strict=True):
@@ -87,14 +88,21 @@ class LoggedStep:
             if value > -math.inf:
                 self.record[name] = value
 
-    def _in_worker(self) -> list[dict[str, float]]:
-        """Return the numbers of the worker, and of each round, from those of its ranks."""
-        rows = self._of_worker.result()
-        merged = list[dict[str, float]]()
-        start = 0
-        for names in (MERGED_IN_WORKER, *[tuple(OUTER_METRICS)] * len(self.rounds)):
-            end = start + len(names)
-            parts = [dict(zip(names, row[start:end], strict=True)) for row in rows]
-            merged.append(merge_parts(parts, METRICS))
-            start = end
-        return merged
+    def _merge_in_worker(self) -> dict[str, float]:
+        """Return the numbers of the worker from those of its ranks, after putting those of each
+        round, and its rates, into its record."""
+        ranks = list(map(iter, self._of_worker.result()))
+
+        def take(count: int) -> list[list[float]]:
+            """Return the next values of each rank."""
+            return [list(islice(values, count)) for values in ranks]
+
+        def merge(names: Sequence[str]) -> dict[str, float]:
+            parts = [dict(zip(names, values, strict=True)) for values in take(len(names))]
+            return merge_parts(parts, METRICS)
+
+        of_worker = merge(MERGED_IN_WORKER)
+        for record in self.rounds:
+            record.set_numbers(merge(list(OUTER_METRICS)))
+            record.set_rates(take(self._world.workers))
+        return of_worker

@@ -8,7 +8,7 @@ describes them.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -44,8 +44,7 @@ class StartRecord(msgspec.Struct, tag_field="kind", tag="start"):
 
 
 class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
-    """A worker's part of one exchange of one fragment. Moments and links are those of its first
-    rank."""
+    """A worker's part of one exchange of one fragment. Moments are those of its first rank."""
 
     step: int
     """Step after which the fragment was applied."""
@@ -68,7 +67,8 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
     heard_after_seconds: dict[int, float] = {}
     """Time from sending the header of this worker to receiving that of another, by other worker."""
     received_bits_per_second_from: dict[int, float] = {}
-    """Rate at which the payload of another worker was received, by other worker."""
+    """Rate at which all ranks together received the payload of another worker, by other worker.
+    Left out if it was too short on a rank to be measured."""
 
     def number(self, name: str) -> float:
         """Return a metric of the round, NaN if it is not known."""
@@ -80,6 +80,13 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
         cosine = merged["round/dot_with_mean"] / norms if norms else NAN
         numbers = {**merged, "round/cosine_to_mean": cosine}
         self.numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+    def set_rates(self, of_ranks: Sequence[Sequence[float]]) -> None:
+        """Take the rates at which each rank of the worker received, by other worker: they share
+        its link at the same time."""
+        sums = map(math.fsum, zip(*of_ranks, strict=True))
+        rates = {other: rate for other, rate in enumerate(sums) if math.isfinite(rate)}
+        self.received_bits_per_second_from = rates
 
     def seconds(self, start: str, end: str) -> float:
         """Return the time between two moments, 0 if they are in the other order."""
@@ -139,7 +146,7 @@ class SampleRecord(msgspec.Struct, tag_field="kind", tag="sample"):
 
 
 def round_record(exchange: "Round", fragment: "Fragment", clock: float) -> RoundRecord:
-    """Return the record of a round, without its numbers, which other ranks have too.
+    """Return the record of a round, without its numbers and rates, which other ranks have too.
 
     `clock`: the wall clock less time.perf_counter.
     """
@@ -156,7 +163,6 @@ def round_record(exchange: "Round", fragment: "Fragment", clock: float) -> Round
         "arrived": exchange.fetched,
         "applied": exchange.applied,
     }
-    rates = {other: 8 * traffic.rate(other) for other in traffic.link_bytes}
     return RoundRecord(
         step=exchange.applied_step,
         fragment=exchange.fragment,
@@ -168,9 +174,6 @@ def round_record(exchange: "Round", fragment: "Fragment", clock: float) -> Round
         left_out=[name for flag, name in FLAG_NAMES.items() if exchange.flags & flag],
         at_seconds={name: clock + at for name, at in moments.items() if math.isfinite(at)},
         heard_after_seconds={other: traffic.heard_after(other) for other in traffic.heard},
-        received_bits_per_second_from={
-            other: rate for other, rate in rates.items() if not math.isnan(rate)
-        },
     )
 
 

@@ -1,0 +1,56 @@
+"""What `plan --run` takes from the records of a run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.components.test_telemetry import TRAINED, Outer, log, telemetry
+from tests.distributed.test_world import join
+from tests.processes import ProcessPool
+from torchtitan_diloco.config.loader import load_config, to_toml
+from torchtitan_diloco.diloco.round import LEAST_LINK_BYTES, Round
+from torchtitan_diloco.distributed.world import leave_world
+from torchtitan_diloco.planner.observed import observed_conditions
+
+WORKERS = 2
+ROUNDS = 2
+
+
+class OuterOfRank(Outer):
+    """Each rank receives its shard over its own streams: the second one twice as fast."""
+
+    def __init__(self, rank_in_worker: int, other: int) -> None:
+        super().__init__()
+        self._rank = rank_in_worker
+        self._other = other
+
+    def rounds(self) -> list[Round]:
+        applied = super().rounds()
+        for exchange in applied:
+            traffic = exchange.traffic
+            traffic.heard = {self._other: 1.5}
+            traffic.link_bytes = {self._other: LEAST_LINK_BYTES * (1 + self._rank)}
+            traffic.link_until = {self._other: 2.5}
+        return applied
+
+
+def _record_rounds(folder: Path) -> None:
+    """Write the records of rounds as a rank of a worker with several ranks."""
+    world = join(WORKERS)
+    outer = OuterOfRank(world.rank_in_worker, other=1 - world.worker)
+    with telemetry(folder, outer, world=world) as own:
+        for step in range(1, ROUNDS + 1):
+            own.outer.step()
+            own.measure(lambda: TRAINED)
+            log(own, step)
+        own.publish(all=True)
+    leave_world(world)
+
+
+def test_the_rate_of_a_link_is_that_of_all_ranks_of_a_worker(
+    processes: ProcessPool, tmp_path: Path
+) -> None:
+    processes.run(_record_rounds, 2 * WORKERS, tmp_path)
+    (tmp_path / "config.toml").write_text(to_toml(load_config("debug")))
+    conditions = observed_conditions(tmp_path, WORKERS)
+    assert conditions.bits_per_second == pytest.approx(8 * LEAST_LINK_BYTES * (1 + 2))
