@@ -40,7 +40,13 @@ def test_totals_of_islands_are_those_of_as_many_steps() -> None:
     late = {"worker/steps": 5.0, SENT: 60.0, SPREAD: 2.0, LARGEST: 6.0}
     expected = {"worker/steps": 10.0, SENT: 110.0, SPREAD: 1.5, LARGEST: 6.0}
     assert merge_totals([early, late]) == expected
-    assert merge_totals([early, {}]) == early, "of those that know it"
+    assert merge_totals([early, {}]) == merge_totals([{}, early]) == early, "of those that know it"
+    assert merge_totals([{"worker/steps": 10.0}, late]) == {
+        **late,
+        "worker/steps": 10.0,
+        SENT: 120.0,
+    }
+    assert merge_totals([{}, {}]) == {}
 
 
 @pytest.mark.parametrize(

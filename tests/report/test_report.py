@@ -274,6 +274,21 @@ def test_islands_are_workers_in_other_places(tmp_path: Path) -> None:
     assert facts(both)["hidden"][1].endswith(", mean of 2 islands")
 
 
+def test_an_island_without_steps_leaves_the_numbers_of_the_others(tmp_path: Path) -> None:
+    """It came first, and was gone before it had logged a step."""
+    for name, steps in (("oslo", []), ("rome", step_records(100)), ("york", step_records(100))):
+        settings = f'[islands]\nname = "{name}"\n'
+        write_run(tmp_path / "all" / name, steps, settings=settings, run="run-1")
+    (tmp_path / "all/oslo/worker-0/metrics.jsonl").write_text("")
+    run = opened(tmp_path / "all")
+    assert (run.last_step, run.parameters) == (100, sum(FRAGMENTS.values()))
+    shown = facts(run)
+    assert shown["tokens"] == ("1,638,400", "of the run, 100 steps of rome")
+    assert "own of rome" in shown["training loss"][1]
+    assert shown["tokens/s"][0] == "65,536"
+    assert shown["hidden"] == ("95.8 %", "of the exchanges' time, mean of 2 islands")
+
+
 def test_islands_of_a_run_have_lanes_on_one_clock(tmp_path: Path) -> None:
     """One is away for a while, and a part of it is merged late. Another run has one of its own."""
     folders = []

@@ -11,6 +11,7 @@ its counters under world/, which all workers record alike.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
 
 from torchtitan_diloco.diloco.metrics import OUTER_METRICS, Merge, Metric, Scope
@@ -176,13 +177,14 @@ def totals_of(records: Iterable[Record], *, streaming: bool) -> Totals:
 def merge_totals(islands: Sequence[Totals]) -> Totals:
     """Return the means of the totals of islands, and the largest of maxima.
 
-    Sums are first scaled to the steps of the first island, as others may begin later.
+    Sums are first scaled to the steps of the first island that has any, as others may begin later.
     """
-    steps = [totals.get("worker/steps") or 1.0 for totals in islands]
+    known = [totals for totals in islands if totals]
+    steps = [totals.get("worker/steps") or 1.0 for totals in known]
     merged: Totals = {}
-    for name in islands[0]:
+    for name in dict.fromkeys(chain.from_iterable(known)):
         values = []
-        for totals, own_steps in zip(islands, steps, strict=True):
+        for totals, own_steps in zip(known, steps, strict=True):
             if name in totals:
                 is_sum = OVER_STEPS[name] is Merge.SUM
                 values.append(totals[name] * (steps[0] / own_steps if is_sum else 1.0))

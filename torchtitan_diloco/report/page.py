@@ -181,7 +181,7 @@ def _facts(run: Run) -> dict[str, Cell]:
     """Return the facts of a run by their names in the table. Unknown ones are empty."""
     validated, shared_loss = run.last("loss/val")
     trained, loss = run.last("loss/train")
-    names = [worker.name for worker in run.workers]
+    names = [worker.name for worker in run.workers if worker.steps] or run.worker_names
     # What a number is of: `owner` the loss, `steps_of` the steps, `scope` the speed, `whose` the
     # shares, `sender` the bytes.
     owner = "all workers"

@@ -137,9 +137,9 @@ class Run:
     @property
     def source(self) -> Worker:
         """The worker that has the curves of the run: the first, or another one whose records begin
-        earlier."""
+        earlier. Of islands, the first one that has steps."""
         if self.is_of_islands:
-            return self.workers[0]
+            return next((worker for worker in self.workers if worker.steps), self.workers[0])
         return max(self.workers, key=lambda worker: len(worker.steps))
 
     def curve(self, key: str, source: Worker | None = None) -> tuple[Array, Array]:
@@ -191,7 +191,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        steps = self.workers[0].steps
+        steps = self.source.steps
         return int(steps[-1]["step"]) if steps else 0
 
     @property
@@ -248,23 +248,28 @@ class Run:
     def tokens_per_second(self) -> float:
         """Median of all workers together, which each has in its records, or sum of islands."""
         medians = []
-        for worker in self.workers if self.is_of_islands else self.workers[:1]:
+        for worker in self.workers if self.is_of_islands else [self.source]:
             rates = [number(record.get("speed/tokens_per_second")) for record in worker.steps]
             medians.append(of_known(np.median, np.array(rates)))
-        return sum(medians)
+        return of_known(np.sum, np.array(medians))
+
+    @property
+    def _start(self) -> StartRecord | None:
+        """The last start of the first worker that has one."""
+        return next((worker.starts[-1] for worker in self.workers if worker.starts), None)
 
     @property
     def size(self) -> int:
         """Number of workers of the run, 0 if not known. Of islands, the most that shared a round,
         or so many as begin together."""
-        sizes = [start.workers for start in self.workers[0].starts[-1:]]
+        sizes = [] if self._start is None else [self._start.workers]
         if self.is_of_islands:
             sizes += [record.participants for worker in self.workers for record in worker.rounds]
         return max(sizes, default=0)
 
     @property
     def parameters(self) -> int | None:
-        return next((start.parameters for start in self.workers[0].starts[-1:]), None)
+        return None if self._start is None else self._start.parameters
 
     @property
     def averaged_gradients(self) -> Gradients | None:
