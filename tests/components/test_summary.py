@@ -228,6 +228,8 @@ def test_the_control_has_sent_what_it_averages_and_ratios_are_against_bf16(
         ([0.0], {100.0: 100.0}, {}),
         ([0.0, 200.0], {100.0: 100.0, 400.0: 200.0}, {"run": 75.0, "last hour": 75.0}),
         ([0.0], {3600.0: 2700.0, 7200.0: 1800.0}, {"run": 62.5, "last hour": 50.0}),
+        ([4000.0, 600.0], {5000.0: 900.0, 1200.0: 500.0}, {}),  # on a clock that is behind
+        ([0.0, 6000.0], {7200.0: 1000.0, 6600.0: 500.0}, {}),
     ],
 )
 def test_kept_time_is_the_share_of_the_wall_time_in_steps_that_are_kept(

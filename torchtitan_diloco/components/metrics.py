@@ -11,7 +11,7 @@ its counters under world/, which all workers record alike.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeGuard
 
 from torchtitan_diloco.diloco.metrics import OUTER_METRICS, Merge, Metric, Scope
@@ -296,16 +296,24 @@ def _communication_is_known(totals: Mapping[str, float]) -> bool:
     return "world/exposed_seconds" in totals
 
 
+def _never_decreases(moments: Sequence[float]) -> bool:
+    return all(before <= after for before, after in pairwise(moments))
+
+
 def kept_time(starts: Sequence[float], steps: Sequence[Record]) -> dict[str, float]:
     """Return the percent of the wall time, in the run and in its last hour, that went into steps
     that were kept.
 
-    Empty if the run was started once, and took less than an hour. `starts`: when its processes
-    began. `steps`: the records of one worker, without those of the steps that were repeated.
+    Empty if the run was started once, and took less than an hour, or if a clock went back, as on
+    another machine whose clock is behind. `starts`: when its processes began. `steps`: the records
+    of one worker, without those of the steps that were repeated.
     """
     pairs = [(record.get("time"), record.get("world/step_seconds")) for record in steps]
     kept = [(at, took) for at, took in pairs if _is_number(at) and _is_number(took)]
     if not starts or not kept:
+        return {}
+    moments = [at for at, _ in kept]
+    if not (_never_decreases(starts) and _never_decreases(moments)):
         return {}
     end = kept[-1][0]
     spans = {"run": end - starts[0], "last hour": min(HOUR, end - starts[0])}
