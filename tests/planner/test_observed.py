@@ -7,11 +7,14 @@ import pytest
 from tests.components.test_telemetry import TRAINED, Outer, log, telemetry
 from tests.distributed.test_world import join
 from tests.processes import ProcessPool
+from tests.report.synthetic import round_records, step_records, write_run
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config.loader import load_config, to_toml
 from torchtitan_diloco.diloco.round import LEAST_LINK_BYTES, Round
 from torchtitan_diloco.distributed.world import leave_world
 from torchtitan_diloco.planner.observed import observed_conditions
 
+CONFIG = to_toml(load_config("debug"))
 WORKERS = 2
 ROUNDS = 2
 
@@ -51,6 +54,20 @@ def test_the_rate_of_a_link_is_that_of_all_ranks_of_a_worker(
     processes: ProcessPool, tmp_path: Path
 ) -> None:
     processes.run(_record_rounds, 2 * WORKERS, tmp_path)
-    (tmp_path / "config.toml").write_text(to_toml(load_config("debug")))
+    (tmp_path / "config.toml").write_text(CONFIG)
     conditions = observed_conditions(tmp_path, WORKERS)
     assert conditions.bits_per_second == pytest.approx(8 * LEAST_LINK_BYTES * (1 + 2))
+
+
+def test_folders_that_were_copied_without_the_config_of_the_run(tmp_path: Path) -> None:
+    """Two workers code as much in all formats, so theirs need not be known."""
+    for workers in (2, 3):
+        folder = tmp_path / str(workers)
+        write_run(folder, step_records(100), round_records(100, workers=workers))
+    assert observed_conditions(tmp_path / "2", 2).workers == 2
+    with pytest.raises(
+        UserError, match=r"3 has no diloco.*codec in .*: copy config.toml of the run"
+    ):
+        observed_conditions(tmp_path / "3", 3)
+    (tmp_path / "3/config.toml").write_text(CONFIG)
+    assert observed_conditions(tmp_path / "3", 3).workers == 3

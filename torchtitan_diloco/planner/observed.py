@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.diloco.formats import FORMATS
 from torchtitan_diloco.planner.prediction import Conditions, coded_bytes
 from torchtitan_diloco.report.run_records import Run, open_runs
 
@@ -28,6 +29,11 @@ def observed_conditions(folder: Path, workers: int) -> Conditions:
         raise UserError(
             f"--run {folder} has the records of {len(run.workers)} workers: give a run of "
             f"{workers}, with the folders of all"
+        )
+    if workers != 2 and codec not in FORMATS:  # two code as much in all formats
+        raise UserError(
+            f"--run {folder} has no diloco.quantization.codec in a config.toml: copy config.toml "
+            "of the run, too"
         )
     means = [
         of_worker["worker/compute_seconds"] / of_worker["worker/steps"] for of_worker in totals

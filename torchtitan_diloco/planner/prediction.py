@@ -223,7 +223,7 @@ def coded_bytes(values: int, workers: int, codec: str) -> float:
 
     Two workers, or any number with a sparse format, encode their delta and decode those of all
     workers. Otherwise each encodes its delta and the mean of its slice, and decodes all parts of
-    that slice and all means.
+    that slice and all means. `codec`: the name of the format, which two workers need not know.
     """
     if workers == 2 or FORMATS[codec].is_sparse:
         return 4 * values * (1 + workers)
