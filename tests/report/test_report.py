@@ -152,6 +152,10 @@ def test_verdicts_have_lanes_and_evidence(runs: Path, tmp_path: Path) -> None:
     assert lanes is not None
     (start, length, _), *_ = lanes.rows[0][1]
     assert (start, length) == pytest.approx((20.0, 10.0))
+    workers = [replace(worker, starts=()) for worker in run.workers]
+    without_starts = by_title(replace(run, workers=workers))["Verdicts of run"].lanes
+    assert without_starts is not None
+    assert without_starts.rows[0][1][0][0] == 0.0, "from the first verdict on"
     assert "0.12 s a step" in shown_text(html_page([run]))
 
 

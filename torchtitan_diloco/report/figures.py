@@ -358,7 +358,8 @@ def _verdicts(run: Run) -> Figure | None:
         Stay(f"{verdict.culprit}: {verdict.what}", [[verdict.time, end]])
         for verdict, end in run.verdicts
     ]
-    first = min(start.time for worker in run.workers for start in worker.starts)
+    starts = (start.time for worker in run.workers for start in worker.starts)
+    first = min(starts, default=min(verdict.time for verdict, _ in run.verdicts))
     times = (number(record.get("time")) for worker in run.workers for record in worker.steps)
     last = max(filter(math.isfinite, times), default=first)
     # The lane of the run makes the others begin and end with it. It is not shown.
