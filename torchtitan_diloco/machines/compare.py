@@ -112,8 +112,8 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--seconds",
         type=parse_duration,
         default=15.0,
-        help="how long to measure steps, after as long to warm up, and up to three times as long "
-        "while they vary (15s)",
+        help="how long to measure steps, after as long to warm up; while they vary, both take up "
+        "to twice as long (15s)",
     )
     add(
         "--wait",

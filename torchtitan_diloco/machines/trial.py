@@ -51,7 +51,8 @@ STEADY = 0.02
 NOISY = 0.05
 """Uncertainty of the mean, as a share of it, from which speeds are ranges."""
 LONGEST = 4
-"""Multiple of the given time after which steps are no longer measured, however much they vary."""
+"""Multiple of the given time after which steps are no longer measured, however much they vary. The
+first half of it is to warm up."""
 MOST_STEPS = 10**9
 """Number of steps of a trial, so large that it only ends when it is stopped."""
 STOP_SECONDS = 15.0
