@@ -19,6 +19,7 @@ from tests.processes import ProcessPool
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.launching import nodes
 from torchtitan_diloco.machines import pair
+from torchtitan_diloco.machines.link import TooSlowError
 from torchtitan_diloco.machines.pair import (
     Message,
     Pair,
@@ -134,6 +135,20 @@ def test_a_way_that_is_closed(pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(pair, "measure", refused)
     with pytest.raises(UserError, match=r"cannot reach machine \d at 127\.0\.0\.1, port \d+, wh"):
         both(lambda rank: measure_link(pairs[rank], (1, 3), lambda _: None))
+
+
+@pytest.mark.parametrize(
+    ("count", "remedy"), [(1, "use another link"), (8, "set --diloco.link.streams 1 on both")]
+)
+def test_a_way_that_is_too_slow(
+    pairs: list[Pair], monkeypatch: pytest.MonkeyPatch, count: int, remedy: str
+) -> None:
+    def measure(*_: object) -> None:
+        raise TooSlowError("the link is too slow")
+
+    monkeypatch.setattr(pair, "measure", measure)
+    with pytest.raises(UserError, match=rf"machine \d: the link is too slow: {remedy}"):
+        both(lambda rank: measure_link(pairs[rank], (count,), lambda _: None))
 
 
 def _all_reduce(endpoint: str) -> list[float]:

@@ -43,7 +43,17 @@ from torchtitan_diloco.data.shards import find_damage
 from torchtitan_diloco.diloco import arithmetic
 from torchtitan_diloco.diloco.agreement import find_differences
 from torchtitan_diloco.diloco.config import MOST_STREAMS, Link
-from torchtitan_diloco.machines.link import PINGS, Sender, Stream, ask, listen, measure, ping
+from torchtitan_diloco.machines.link import (
+    PINGS,
+    Sender,
+    Speed,
+    Stream,
+    TooSlowError,
+    ask,
+    listen,
+    measure,
+    ping,
+)
 from torchtitan_diloco.machines.location import Location
 
 PACKET = 2**16
@@ -279,19 +289,26 @@ def _packets(connect: Callable[[], Stream]) -> str:
 
 
 def _rates(connect: Callable[[], Stream], streams: int) -> str:
-    speeds = {count: measure(connect, count) for count in sorted({1, streams})}
-    if math.isnan(speeds[1].bits_per_second):
+    alone = several = measure(connect, 1)
+    if math.isnan(alone.bits_per_second):
         return "not measured: with such a short round trip, one TCP stream is enough"
-    text = ", ".join(
-        f"{speed.bits_per_second / 1e9:.2g} Gbit/s with {counted(count, 'TCP stream')}"
-        for count, speed in speeds.items()
-    )
-    needed = speeds[streams].streams
+    text = f"{_gigabits(alone)} with 1 TCP stream"
+    if streams > 1:
+        try:
+            several = measure(connect, streams)
+        except TooSlowError:
+            return f"{text}, too slow to be measured with {streams}: set diloco.link.streams = 1"
+        text += f", {_gigabits(several)} with {counted(streams, 'TCP stream')}"
+    needed = several.streams
     if needed >= streams and streams < MOST_STREAMS:
         return f"{text}; more streams may be faster: try --streams {min(2 * streams, MOST_STREAMS)}"
     if needed > Link().streams:
         return f"{text}; set diloco.link.streams = {needed}"
     return text
+
+
+def _gigabits(speed: Speed) -> str:
+    return f"{speed.bits_per_second / 1e9:.2g} Gbit/s"
 
 
 def _listen(endpoint: tuple[str, int] | None) -> int:

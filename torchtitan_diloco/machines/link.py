@@ -11,11 +11,15 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
+from torchtitan_diloco.base.formatting import counted
 from torchtitan_diloco.base.reach import PATIENCE
 from torchtitan_diloco.diloco.config import MOST_STREAMS, STREAM_BYTES
 
@@ -27,6 +31,10 @@ ROUND_TRIPS = 12
 LEAST_SECONDS = 0.3
 MOST_SECONDS = 1.5
 """Minimum and maximum of the seconds that these round trips take."""
+LONGEST_SECONDS = 15.0
+"""Seconds after which a rate is no longer measured, even if too little has arrived."""
+LEAST_ARRIVALS = 2
+"""Minimum number of arrivals of each stream that count."""
 SETTLED = 0.5
 """Share of this time after which bytes are counted."""
 FIRST_BYTES = 2**14
@@ -79,13 +87,93 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
+class TooSlowError(ConnectionError):
+    """So little arrived over several streams that their rate is not known."""
+
+
+class _Flood:
+    """What arrives over several streams while all of them send for some seconds, or for longer:
+    until enough has arrived over each."""
+
+    def __init__(self, streams: int, seconds: float) -> None:
+        self._seconds = seconds
+        self._begun = math.nan
+        self._lost = set[int]()
+        self._arrived: list[list[tuple[float, int]]] = [[] for _ in range(streams)]
+        """When so many bytes had arrived, by stream."""
+
+    def begin(self) -> None:
+        self._begun = time.perf_counter()
+
+    @property
+    def has_begun(self) -> bool:
+        return not math.isnan(self._begun)
+
+    @property
+    def is_over(self) -> bool:
+        elapsed = time.perf_counter() - self._begun
+        if elapsed < self._seconds:
+            return False
+        return self._has_enough or elapsed >= max(self._seconds, LONGEST_SECONDS)
+
+    def note(self, stream: int, size: int) -> float:
+        """Take note of bytes that have just arrived. Return when."""
+        moment = time.perf_counter()
+        self._arrived[stream].append((moment, size))
+        return moment
+
+    def lose(self, stream: int) -> None:
+        """Take note that a stream is gone, for which the others do not go on."""
+        self._lost.add(stream)
+
+    @property
+    def rate(self) -> float:
+        """The bytes per second of all streams, from when they are settled until one of them has
+        sent its last. Raise a TooSlowError if too little has arrived."""
+        streams = len(self._arrived)
+        if not self._has_enough:
+            raise TooSlowError(
+                f"the link is too slow to be measured with {counted(streams, 'TCP stream')}"
+            )
+        end = min(arrived[-1][0] for arrived in self._living)
+        counts = (self._count(arrived, end) for arrived in self._arrived)
+        return math.fsum(counts) / (end - self._settled)
+
+    @property
+    def _settled(self) -> float:
+        """When bytes begin to count."""
+        return self._begun + SETTLED * self._seconds
+
+    @property
+    def _living(self) -> list[list[tuple[float, int]]]:
+        """The arrivals of the streams that are not lost."""
+        streams = enumerate(self._arrived)
+        return [arrived for stream, arrived in streams if stream not in self._lost]
+
+    @property
+    def _has_enough(self) -> bool:
+        living = self._living
+        return bool(living) and all(
+            len(arrived) >= LEAST_ARRIVALS and arrived[-LEAST_ARRIVALS][0] > self._settled
+            for arrived in living
+        )
+
+    def _count(self, arrived: Sequence[tuple[float, int]], end: float) -> float:
+        """Return the bytes of a stream since it was settled, as if the bytes of each arrival had
+        come evenly since the previous one."""
+        moments = [self._begun, *(moment for moment, _ in arrived)]
+        sums = list(accumulate((size for _, size in arrived), initial=0))
+        before, until = np.interp([self._settled, end], moments, sums)
+        return float(until - before)
+
+
 def measure(
     connect: Callable[[], Stream], streams: int = MOST_STREAMS, seconds: float = 0.0
 ) -> Speed:
     """Measure the round trip, and the rate over several streams.
 
-    This takes up to two seconds. The rate of a link with a short round trip is not measured, unless
-    `seconds` says for how long. Raises an OSError.
+    This takes up to two seconds, or longer on a slow link. The rate of a link with a short round
+    trip is not measured, unless `seconds` says for how long. Raises an OSError.
     """
     with closing(connect()) as first:
         round_trip = min(ping(first) for _ in range(PINGS))
@@ -93,49 +181,38 @@ def measure(
         if round_trip < SHORT_SECONDS:
             return Speed(round_trip)
         seconds = min(max(ROUND_TRIPS * round_trip, LEAST_SECONDS), MOST_SECONDS)
-    begun = list[float]()
     prompt = max(2 * round_trip, PROMPT_SECONDS)
-    together = threading.Barrier(streams, lambda: begun.append(time.perf_counter()), PATIENCE)
+    flood = _Flood(streams, seconds)
+    together = threading.Barrier(streams, flood.begin, PATIENCE)
 
-    def flood(_: int) -> float:
-        """Return the bytes per second of a stream."""
-        arrived = list[tuple[float, int]]()
+    def send(number: int) -> None:
+        """Send over a stream until all are done."""
         sent = deque[tuple[float, int]]()
         size = FIRST_BYTES
         try:
             with closing(connect()) as stream:
                 together.wait()
-                while time.perf_counter() < begun[0] + seconds:
+                while not flood.is_over:
                     while len(sent) < 2:  # one is under way while the answer to the other is
                         sent.append((time.perf_counter(), size))
                         stream.send(size)
                     stream.wait()
                     moment, count = sent.popleft()
-                    arrived.append((time.perf_counter(), count))
-                    if arrived[-1][0] - moment < prompt:  # otherwise more waits longer
+                    if flood.note(number, count) - moment < prompt:  # otherwise more waits longer
                         size = min(2 * size, MOST_BYTES)
-        except OSError:
-            together.abort()
-            if not begun:
+        except OSError as error:
+            if not flood.has_begun:
+                together.abort()
                 raise
-        return _rate(arrived, begun[0] + SETTLED * seconds)
+            if not isinstance(error, TimeoutError):  # a slow stream is not lost
+                flood.lose(number)
 
     try:
         with ThreadPoolExecutor(streams) as pool:
-            return Speed(round_trip, 8 * math.fsum(pool.map(flood, range(streams))))
+            list(pool.map(send, range(streams)))
     except (OSError, threading.BrokenBarrierError):
         raise ConnectionError(f"{streams} simultaneous connections cannot be opened") from None
-
-
-def _rate(arrived: list[tuple[float, int]], since: float) -> float:
-    """Return the bytes per second between the first and the last arrival after a given time."""
-    counted = [(moment, count) for moment, count in arrived if moment > since]
-    if len(counted) < 2:
-        return 0.0
-    first = counted[0][0]
-    last = counted[-1][0]
-    # The bytes of the first arrival were sent before it, so they do not count.
-    return sum(count for _, count in counted[1:]) / (last - first)
+    return Speed(round_trip, 8 * flood.rate)
 
 
 def ping(stream: Stream, size: int = 1) -> float:

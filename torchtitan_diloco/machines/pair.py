@@ -31,7 +31,7 @@ from torchtitan_diloco.launching.nodes import (
     check_endpoint,
     wait_for_first_node,
 )
-from torchtitan_diloco.machines.link import Sender, Speed, listen, measure
+from torchtitan_diloco.machines.link import Sender, Speed, TooSlowError, listen, measure
 
 GREETING = b"torchtitan-diloco compare\n"
 POLL_SECONDS = 0.2
@@ -260,6 +260,11 @@ def measure_link(pair: Pair, counts: Iterable[int], say: Say) -> list[LinkSpeed]
             say(f"measuring the link with {counted(count, 'TCP stream')}")
             pair.exchange(count)  # both begin at the same time
             speeds[count] = measure(connect, count, RATE_SECONDS)
+    except TooSlowError as error:
+        remedy = "use another link"
+        if count > 1:
+            remedy = "set --diloco.link.streams 1 on both"
+        raise UserError(f"machine {pair.rank}: {error}: {remedy}") from error
     except OSError as error:
         raise UserError(
             f"machine {pair.rank} cannot reach {pair.other} at {there}, port "
