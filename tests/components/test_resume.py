@@ -401,6 +401,25 @@ def test_schedules_follow_the_tokens_when_the_batch_changes(text: Path, tmp_path
     assert changed == pytest.approx({tokens: whole[tokens] for tokens in changed})
 
 
+def test_a_smaller_batch_in_the_beginning_leaves_the_outer_learning_rate_alone(
+    text: Path, tmp_path: Path
+) -> None:
+    """The beginning is in steps of the run, and what follows it, too."""
+    base = {
+        "training.steps": 0,
+        "training.tokens": STEPS * 12 * 32,
+        "validation.every": 0,
+        "diloco.method": "streaming",
+        "diloco.sync_every": 4,
+        "diloco.beginning.length": 10,
+    }
+    run(chosen(text, tmp_path / "run", **base, **{"training.stop_after": 8}))
+    run(chosen(text, tmp_path / "run", **base, **{"training.global_batch_size": 6}))
+    saved = read_manifest(last(tmp_path / "run"))
+    assert saved.step == 24
+    assert saved.tokens == STEPS * 12 * 32
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

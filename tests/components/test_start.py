@@ -191,8 +191,7 @@ def test_a_save_that_a_worker_has_not_completed_is_no_lost_disk(
     for worker, (run, step, holders, own, refused) in enumerate(results):
         assert (run, step, holders) == ("this run", len(steps) - 1, len(steps) - 1)
         assert own == ([] if worker else expected)
-        reason = "no checkpoint can be resumed: worker 1 has not completed step-00000001. Remove"
-        assert refused.startswith(reason) == (len(steps) == 1)
+        assert refused == "", "a new run loses nothing by a copy"
     unfinished.rmdir()
     for result in processes.run(_find_after_an_unfinished_save, 2, tmp_path):
         assert result[1:3] == (steps[-1], 1), "worker 1 has lost its disk"

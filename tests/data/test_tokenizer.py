@@ -149,9 +149,19 @@ def test_a_mark_that_a_text_can_contain_is_refused(file: Path, tmp_path: Path) -
     unigram = save_unigram(tmp_path / "unigram.json", ["</s>", "<eos>"])
     assert build_tokenizer(unigram).end_name == "<eos>"
     unigram = save_unigram(tmp_path / "unigram.json", ["<s>", "<eos>"])
-    begins = r'encodes the text "<s>" as its token that begins a document: add one of <.begin_of'
-    with pytest.raises(UserError, match=begins):
-        build_tokenizer(unigram)
+    assert build_tokenizer(unigram).begin_of_document is None, "none is needed"
+
+
+def test_tokenizers_of_other_marks_have_other_fingerprints(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their shards differ, although the file is the same."""
+    added = add_tokens(file, ["</s>", "<eos>"], [])
+    fingerprint = build_tokenizer(added).fingerprint
+    assert build_tokenizer(added).fingerprint == fingerprint
+    monkeypatch.setattr("torchtitan_diloco.data.tokenizer.ENDS", ("<eos>", "</s>"))
+    assert build_tokenizer(added).end_name == "<eos>"
+    assert build_tokenizer(added).fingerprint != fingerprint
 
 
 def save_unigram(path: Path, special: list[str]) -> str:

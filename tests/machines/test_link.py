@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.config import MOST_STREAMS, STREAM_BYTES
 from torchtitan_diloco.machines import doctor, link
 from torchtitan_diloco.machines.link import Speed, TooSlowError, streams_needed
@@ -131,6 +132,8 @@ def test_a_link_that_is_too_slow_for_many_streams(monkeypatch: pytest.MonkeyPatc
     told = doctor._rates(sharing(1.0, 1.0, 0.999, 0.001), 2)
     expected = "0.002 Gbit/s with 1 TCP stream, too slow to be measured with 2"
     assert told == f"{expected}: set diloco.link.streams = 1"
+    with pytest.raises(UserError, match="with 1 TCP stream: use another link"):
+        doctor._rates(sharing(0.0001), 1)
 
 
 def test_a_stream_that_is_lost_leaves_the_rate_of_the_others(
@@ -145,6 +148,19 @@ def test_a_stream_that_is_lost_leaves_the_rate_of_the_others(
     streams = deque([connect(), connect(), Lost(0.5)])
     rate = link.measure(streams.popleft, 2).bits_per_second
     assert rate == pytest.approx(UPLINK / 2)
+
+
+def test_all_streams_that_are_lost_are_no_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other end has ended, or a firewall resets connections."""
+
+    class Lost(Throttled):
+        def wait(self) -> None:
+            if self._sent.popleft() > 1:
+                raise ConnectionResetError("reset")
+
+    monkeypatch.setattr(link, "SHORT_SECONDS", 0.0)
+    with pytest.raises(ConnectionError, match="the other end has closed all connections"):
+        link.measure(lambda: Lost(1.0), 2)
 
 
 def test_a_link_over_which_nothing_arrives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,8 +173,9 @@ class OtherRun:
         # All ranks look, also those with "auto": whether all have the same setting is compared
         # later.
         is_given = self._resume != "auto"
-        checkpoints, begun = self._checkpoints() if is_given else ([], set[str]())
-        newest = _find_newest(self._world, checkpoints, begun, set(), may_start_over=False)
+        checkpoints = self._checkpoints() if is_given else []
+        # A new run loses nothing if a worker takes a copy in place of a save that it has begun.
+        newest = _find_newest(self._world, checkpoints, set(), set(), may_start_over=False)
         if newest.manifest is None and is_given:
             raise UserError(
                 f'checkpoint.resume = "{self._resume}" is not the folder of a checkpoint, or of a '
@@ -182,19 +183,16 @@ class OtherRun:
             )
         return replace(newest, run=start.run, of_this_worker=start.of_this_worker)
 
-    def _checkpoints(self) -> tuple[list[Path], set[str]]:
-        """Return this worker's checkpoints, those of a run or one, and the names of those that it
-        has begun and not completed."""
+    def _checkpoints(self) -> list[Path]:
+        """Return this worker's checkpoints: those of a run, or one."""
         world = self._world
         source = Path.cwd() / Path(self._resume).expanduser()  # a link may lead to another disk
         if not source.name.startswith("step-"):
-            folder = folder_of_worker(source, world.worker)
-            return complete_checkpoints(folder), begun_checkpoints(folder)
+            return complete_checkpoints(folder_of_worker(source, world.worker))
         beside = folder_of_worker(source.parent.parent, world.worker) / source.name
         is_only = world.workers == 1 or (world.worker == 0 and not beside.exists())
         checkpoint = source if is_only else beside
-        complete = [checkpoint] if checkpoint.is_dir() else []
-        return complete, begun_checkpoints(checkpoint.parent)
+        return [checkpoint] if checkpoint.is_dir() else []
 
 
 def new_identity(world: World) -> str:

@@ -162,7 +162,7 @@ def _from_file(spec: str) -> Tokenizer:
 
     return Tokenizer(
         name=spec,
-        fingerprint=_fingerprint(content),
+        fingerprint=_fingerprint(content + f" {end} {begin}".encode()),
         vocab_size=max(vocabulary.values()) + 1,
         end_of_document=vocabulary[end],
         end_name=end,
@@ -177,7 +177,8 @@ def _find_mark(spec: str, tokenizer: Any, names: Sequence[str]) -> str | None:
     """Return the token of a `tokenizer.json` that ends or begins a document, by its known names.
 
     Only special tokens count, unless none of the known ones is special: other added tokens may
-    stand for text, such as the HTML tag `</s>`. Raise if the name is encoded as the token.
+    stand for text, such as the HTML tag `</s>`. If a text can contain the token, a document has no
+    begin, and without an end, raise.
     """
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     is_special = {
@@ -188,15 +189,15 @@ def _find_mark(spec: str, tokenizer: Any, names: Sequence[str]) -> str | None:
     for name in marks:
         if vocabulary[name] not in tokenizer.encode(name, add_special_tokens=False).ids:
             return name
-    if not marks or (names is BEGINS and not is_special.get(marks[0])):
-        return None  # a document needs no begin, and this token is one of ordinary text
+    if not marks or names is BEGINS:
+        return None  # a document needs no begin
     others = ", ".join(name for name in names if name not in vocabulary)
     remedy = f"add one of {others} to its special tokens"
     if is_special.get(marks[0]) is False:
         remedy = f"mark it as special in the added_tokens of the file, or {remedy}"
     raise UserError(
-        f'data.tokenizer = "{spec}" encodes the text "{marks[0]}" as its token that '
-        f"{'begins' if names is BEGINS else 'ends'} a document: {remedy}"
+        f'data.tokenizer = "{spec}" encodes the text "{marks[0]}" as its token that ends a '
+        f"document: {remedy}"
     )
 
 

@@ -70,7 +70,9 @@ class OuterOptimizer(Section):
     def lr_after(self, done: float) -> float:
         """Return the learning rate for deltas that are taken after `done` steps of training with
         this optimizer. On islands, `done` and `warmup` are tokens."""
-        return self.lr * (done / self.warmup) if done < self.warmup else self.lr
+        if not self.warmup:
+            return self.lr
+        return self.lr * min(1.0, max(0.0, done) / self.warmup)
 
 
 @dataclass(frozen=True)

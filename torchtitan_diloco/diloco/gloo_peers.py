@@ -325,8 +325,10 @@ class GlooPeers(Peers):
         round_.weight = headers[worker].weight
         round_.flags = headers[worker].flags
         round_.participants = sum(header.weight > 0 for header in headers)
-        scheduled_step = self._scheduled_step(round_.sent_step)
-        lr = None if average else loop.config.outer_lr_after(scheduled_step)
+        sent_step: float = round_.sent_step
+        if not loop.config.beginning.length:  # which is in steps of the run, and so its end
+            sent_step = self._scheduled_step(round_.sent_step)
+        lr = None if average else loop.config.outer_lr_after(sent_step)
         with state.background():
             if round_.participants:
                 round_.numbers |= state.advance(lr, measured=measured)

@@ -289,7 +289,10 @@ def _packets(connect: Callable[[], Stream]) -> str:
 
 
 def _rates(connect: Callable[[], Stream], streams: int) -> str:
-    alone = several = measure(connect, 1)
+    try:
+        alone = several = measure(connect, 1)
+    except TooSlowError as error:
+        raise UserError(f"{error}: use another link") from error
     if math.isnan(alone.bits_per_second):
         return "not measured: with such a short round trip, one TCP stream is enough"
     text = f"{_gigabits(alone)} with 1 TCP stream"

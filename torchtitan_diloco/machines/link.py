@@ -129,8 +129,11 @@ class _Flood:
     @property
     def rate(self) -> float:
         """The bytes per second of all streams, from when they are settled until one of them has
-        sent its last. Raise a TooSlowError if too little has arrived."""
+        sent its last. Raise a TooSlowError if too little has arrived, and a ConnectionError if all
+        streams are lost."""
         streams = len(self._arrived)
+        if not self._living:
+            raise ConnectionError("the other end has closed all connections")
         if not self._has_enough:
             raise TooSlowError(
                 f"the link is too slow to be measured with {counted(streams, 'TCP stream')}"

@@ -261,11 +261,13 @@ def measure_link(pair: Pair, counts: Iterable[int], say: Say) -> list[LinkSpeed]
             pair.exchange(count)  # both begin at the same time
             speeds[count] = measure(connect, count, RATE_SECONDS)
     except TooSlowError as error:
+        pair.check()
         remedy = "use another link"
         if count > 1:
             remedy = "set --diloco.link.streams 1 on both"
         raise UserError(f"machine {pair.rank}: {error}: {remedy}") from error
     except OSError as error:
+        pair.check()  # it may have ended, and says why
         raise UserError(
             f"machine {pair.rank} cannot reach {pair.other} at {there}, port "
             f"{port}, which the system chose ({error}): open all ports between "
