@@ -19,8 +19,8 @@ from tests.islands.test_syncing import wait_for
 from tests.islands.trainees import TOKENS, Trainee, trained
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.islands import link as module
-from torchtitan_diloco.islands.followers import SharedCopies
-from torchtitan_diloco.islands.link import Claim, Link
+from torchtitan_diloco.islands.followers import Claim, SharedCopies
+from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.rules.fragment import Boundary, Send
 from torchtitan_diloco.islands.rules.island import Island
 from torchtitan_diloco.islands.rules.names import VERSION, Object, part_name

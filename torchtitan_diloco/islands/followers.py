@@ -19,6 +19,7 @@ copy later than the first one, so `follow` waits for that before it writes to th
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from enum import Enum
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -61,6 +62,15 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     taken: int = 0
     """Number of copies of the fragment that training has applied before."""
     header: bytes = b""
+
+
+class Claim(Enum):
+    """Use of the buffer `delta` of a fragment."""
+
+    FREE = "free"
+    SENDING = "sending"
+    PREPARING = "preparing"
+    PREPARED = "prepared"
 
 
 class Prepared(NamedTuple):

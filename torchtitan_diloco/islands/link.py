@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from enum import Enum
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -32,16 +31,18 @@ from torch import Tensor
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.reports import STILL_SECONDS
-from torchtitan_diloco.islands.followers import Prepared, SharedCopies
+from torchtitan_diloco.islands.followers import Claim, Prepared, SharedCopies
 from torchtitan_diloco.islands.founding import store_copies
 from torchtitan_diloco.islands.instructions import Instructions
 from torchtitan_diloco.islands.payload import HEADER_BYTES, memory_of
 from torchtitan_diloco.islands.rules.commit import CallFailedError
+from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.founding import encode_founding
 from torchtitan_diloco.islands.rules.fragment import Apply
 from torchtitan_diloco.islands.rules.island import Island
 from torchtitan_diloco.islands.rules.names import (
+    CHANGE,
     ISLAND,
     VERSION,
     Object,
@@ -64,15 +65,6 @@ LOOK = 0.1
 """Longest single wait of training, because a thread may have failed in the meantime."""
 LINES = 8
 Result = TypeVar("Result")
-
-
-class Claim(Enum):
-    """Use of the buffer `delta` of a fragment."""
-
-    FREE = "free"
-    SENDING = "sending"
-    PREPARING = "preparing"
-    PREPARED = "prepared"
 
 
 class _ClosedError(Exception):
@@ -286,9 +278,11 @@ class Link:
         decisions = Decisions(self.run)
         seconds = RATES[self.run.store.kind].poll_seconds
         while True:
+            before = self.machine.decision
             try:
+                changes = self._list_changes(before)
                 decision = decisions.next()
-            except CallFailedError:
+            except (AwayError, CallFailedError):
                 self._sleep(seconds)  # the store says so
                 continue
             except MalformedError as error:
@@ -296,15 +290,23 @@ class Link:
                 self._sleep(STILL_SECONDS)
                 continue
             self.read_at = time.monotonic()
-            if decision is not None:
-                seconds = decision.settings.poll_seconds
-                with self._changed:
+            newest = decision or before
+            with self._changed:
+                self.machine.may_go_on = newest is not None and not newest.done.keys() >= changes
+                if decision is not None:
+                    seconds = decision.settings.poll_seconds
                     self.machine.on_decision(decision, time.monotonic())
                     self._notify()
-            elif decisions.is_empty:
-                with self._changed:
+                elif decisions.is_empty:
                     self.machine.on_empty()
             self._sleep(self._poll_pause(seconds))
+
+    def _list_changes(self, decision: Decision | None) -> set[str]:
+        """Return the changes that are stored, if the run may have ended before this island has a
+        slot. List them before the next decision is read: they are deleted after it is made."""
+        if self.machine.slot is not None or not (decision is None or decision.ended):
+            return set()
+        return {entry.name for entry in self.run.brief.list(CHANGE)}
 
     def _poll_pause(self, seconds: float) -> float:
         """Return the seconds until decisions are read again. Their costs matter less, and their

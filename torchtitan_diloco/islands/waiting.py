@@ -72,6 +72,8 @@ def before_start(machine: Island) -> str:
         is_own = decision.founder == machine.incarnation
         founder = "its own" if is_own else f"those of island {name_of(decision.founder)}"
         return f"the first copies to be stored, {founder}"
+    if decision.ended and machine.may_go_on:
+        return "a change of the run, which has ended, to be made"
     if decision.ended:
         return "the final copies of the run, which has ended"
     if machine.slot is None:

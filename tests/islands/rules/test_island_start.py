@@ -80,6 +80,10 @@ def test_a_joiner_takes_a_copy_and_the_versions_after_it() -> None:
     assert decode_note(island.note()).wish == "", "nothing is left to train"
     assert not island.ending, "it takes the final copies first"
     assert [apply.version for apply in island.boundary(0.0).applies] == [8, 9, 8, 9]
+    island.may_go_on = True
+    assert not island.boundary(0.0).applies
+    assert not island.ending, "the run may be longer soon"
+    island.may_go_on = False
     assert not island.boundary(0.0).applies
     assert island.ending == OVER
 

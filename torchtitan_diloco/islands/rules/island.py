@@ -62,6 +62,8 @@ class Island:
         self.is_training = False
         self.may_found = False
         """Whether to store its founding."""
+        self.may_go_on = False
+        """Whether a run that has ended may be longer soon, because a change was asked for."""
         self.ending = ""
         """Why this incarnation is over, or empty while it is not."""
         self.step, self.tokens, self.position, self.step_seconds = 0, 0, 0, 0.0
@@ -292,7 +294,7 @@ class Island:
                 due.applies.append(apply)
         self._begin_if_ready()
         if not self.is_training:
-            if self.slot is None:
+            if self.slot is None and not (self.may_go_on or due.applies):
                 self._finish(OVER)
             return due
         self._look_at_end()
@@ -353,8 +355,10 @@ class Island:
     def _finish(self, why: str) -> None:
         """End once the run has ended and the final copies are applied."""
         assert self.decision is not None
-        is_newest = all(one.applied == one.shared.version for one in self.fragments)
-        if self.decision.ended and is_newest:
+        has_all = all(
+            one.applied == one.shared.version and not one.is_wrong for one in self.fragments
+        )
+        if self.decision.ended and has_all:
             self._end(why, "")
 
     # --- what others see --------------------------------------------------------------------------
