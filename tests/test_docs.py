@@ -81,6 +81,7 @@ ELSEWHERE = {
     ("launching.md", "site-a-alone$"): "fewer workers; tests/components/test_resume.py",
     ("loss.md", "job$"): "a quarter of an hour; tests/islands/test_run.py",
     ("loss.md", "benchmarks.parity"): "hours; tests/benchmarks/test_parity.py",
+    ("measurements.md", "benchmarks.parity"): "hours; tests/benchmarks/test_parity.py",
     ("measurements.md", "benchmarks.scale"): "a GPU; tests/benchmarks/test_scale.py",
     ("own-loop.md", "islands sync"): "three consoles; tests/test_docs.py",
     ("README.md", "NNODES=2"): "two machines; tests/launching/test_launch.py",
