@@ -149,7 +149,7 @@ class JobCourse:
 
 
 class Counted(NamedTuple):
-    """What a run has counted up to its checkpoint, from which its plan continues."""
+    """Steps and tokens of a run up to its checkpoint, from which its plan continues."""
 
     steps: int = 0
     tokens: int = 0

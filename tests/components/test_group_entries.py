@@ -1,4 +1,4 @@
-"""What an optimizer counts in its groups is saved, and the rest follows the settings."""
+"""A checkpoint holds what an optimizer counts in its groups. The rest follows the settings."""
 
 from pathlib import Path
 from typing import Any

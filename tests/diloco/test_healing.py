@@ -255,7 +255,7 @@ IN_FLIGHT = [
 def test_a_fragment_that_is_healed_in_flight_loses_no_round(
     delay: int, healed: int, codec: str, mixing: float
 ) -> None:
-    """Of the eight steps, the shared parameters lack only those between the send and the heal."""
+    """The shared parameters lack only the steps between the send and the heal."""
     outer, model, _ = alone(in_flight_for(delay, codec, mixing))
     before = parameters(model)
     applied = 4 + delay

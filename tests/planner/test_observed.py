@@ -1,4 +1,4 @@
-"""What `plan --run` takes from the records of a run."""
+"""`plan --run` takes conditions from the records of a run."""
 
 from pathlib import Path
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +16,6 @@ from tests.store.places import PATIENCE, Place, bucket_environment, seaweed_plac
 from tests.store.proxy import Proxy
 from tests.store.seaweed import SeaweedServer
 from tests.store.writer import payload
-from tests.waiting import wait_until
 from torchtitan_diloco.store import (
     MOST_BYTES,
     AwayError,
@@ -30,7 +28,6 @@ from torchtitan_diloco.store import (
     StoreError,
     open_store,
 )
-from torchtitan_diloco.store import large as large_objects
 
 SEGMENTS = some.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
 CONTENTS = some.binary(max_size=2000)
@@ -292,49 +289,6 @@ def test_a_closed_store_says_so(place: Place) -> None:
 def large(store: Store) -> Iterator[LargeObjects]:
     with LargeObjects(store, 4, chunk_bytes=1000) as found:
         yield found
-
-
-def test_a_slow_link_has_fewer_chunks_at_a_time(
-    place: Place, store: Store, large: LargeObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four at a time get no answer in time, nor do two, and one does."""
-    real = store.create
-    lock = threading.Lock()
-    in_flight = set[str]()
-    together = threading.Barrier(1)
-    most = list[int]()
-
-    def create(name: str, *arguments: Any, **options: Any) -> bool:
-        with lock:
-            in_flight.add(name)
-            most.append(len(in_flight))
-        try:
-            if together.parties > 1:
-                together.wait(PATIENCE)
-                raise AwayError("no answer")
-            return real(name, *arguments, **options)
-        finally:
-            with lock:
-                in_flight.remove(name)
-
-    monkeypatch.setattr(store, "create", create)
-    name, content = f"{place.own}a", bytes(number % 251 for number in range(4000))
-    for limit in (4, 2):
-        together = threading.Barrier(limit)
-        most.clear()
-        with pytest.raises(AwayError, match="no answer"):
-            large.create(name, content, resume=True)
-        wait_until(lambda: not in_flight, "the end of the chunks in flight")
-        assert max(most) == limit
-    together = threading.Barrier(1)
-    monkeypatch.setattr(large_objects, "SHORT_SECONDS", 0.0)
-    most.clear()
-    assert large.create(name, content, resume=True)
-    assert max(most) == 1
-    assert fetch(large, name, len(content)) == content
-    monkeypatch.setattr(large_objects, "SHORT_SECONDS", 60.0)
-    assert large.create(f"{place.own}b", content)
-    assert large._up.limit == 4, "more again, as they are fast"
 
 
 def fetch(large: LargeObjects, name: str, most: int) -> bytes | None:

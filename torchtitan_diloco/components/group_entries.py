@@ -36,7 +36,7 @@ class GroupEntries:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer`: as it was built, before its first step."""
         self._optimizer = optimizer
-        self._built = entries_of(optimizer)
+        self._built = copy_entries(optimizer)
 
     def check(self) -> None:
         """Raise unless a checkpoint can hold what the optimizer has changed."""
@@ -73,7 +73,7 @@ class GroupEntries:
             group.update(entries)
 
 
-def entries_of(optimizer: torch.optim.Optimizer) -> list[Entries]:
+def copy_entries(optimizer: torch.optim.Optimizer) -> list[Entries]:
     """Return the entries of each group but those that others set, with copies of what an optimizer
     could change in place."""
     return [
@@ -83,7 +83,7 @@ def entries_of(optimizer: torch.optim.Optimizer) -> list[Entries]:
 
 
 def changed_entries(group: Mapping[str, Any], before: Mapping[str, Any]) -> Entries:
-    """Return the entries of a group that `entries_of` has not returned, or with another value."""
+    """Return the entries of a group that `copy_entries` has not returned, or with another value."""
     return {
         name: value
         for name, value in group.items()
@@ -92,7 +92,7 @@ def changed_entries(group: Mapping[str, Any], before: Mapping[str, Any]) -> Entr
 
 
 def restore_entries(optimizer: torch.optim.Optimizer, before: list[Entries]) -> None:
-    """Set the entries of each group to those that `entries_of` has returned."""
+    """Set the entries of each group to those that `copy_entries` has returned."""
     for group, entries in zip(optimizer.param_groups, before, strict=True):
         for name in changed_entries(group, entries):
             del group[name]

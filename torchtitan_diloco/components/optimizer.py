@@ -15,7 +15,7 @@ from torchtitan_diloco.base.formatting import counted
 from torchtitan_diloco.base.settings import options_of, steps_of
 from torchtitan_diloco.base.tensors import local_of
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.components.group_entries import entries_of, restore_entries
+from torchtitan_diloco.components.group_entries import copy_entries, restore_entries
 from torchtitan_diloco.components.muon import Muon
 from torchtitan_diloco.config.parts import OPTIMIZERS, SCHEDULES
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
@@ -210,7 +210,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         return
     for parameter in lacking:
         parameter.grad = torch.zeros_like(parameter)
-    entries = entries_of(optimizer)
+    entries = copy_entries(optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

@@ -40,7 +40,7 @@ from torchtitan_diloco.components.checkpoint_folder import (
     folder_of_worker,
     read_manifest,
 )
-from torchtitan_diloco.components.saved_tensors import SavedTensors, Shapes
+from torchtitan_diloco.components.saved_tensors import SavedTensors, TensorShapes
 from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.data.mixture import SavedPosition
 from torchtitan_diloco.diloco.state_dict import (
@@ -382,7 +382,7 @@ def _load_tensors(
     return notes
 
 
-def _check_model(start: Start, shapes: Shapes, model: nn.Module, world: World) -> None:
+def _check_model(start: Start, shapes: TensorShapes, model: nn.Module, world: World) -> None:
     """Raise if the checkpoint has parameters of other names or shapes than the model.
 
     One of another run, which has just been fetched, does not stay in `run.folder`.

@@ -13,7 +13,7 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint import rank_file
 from torchtitan_diloco.components.checkpoint_folder import Manifest
 
-Shapes = dict[str, tuple[int, ...]]
+TensorShapes = dict[str, tuple[int, ...]]
 
 
 class SavedTensors:
@@ -26,7 +26,7 @@ class SavedTensors:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self._path = path
-        self.shapes: Shapes = {}
+        self.shapes: TensorShapes = {}
         self._parts: dict[str, list[tuple[int, int, Any]]] = {}
         """First row, last row + 1 and file of each rank's rows, by name."""
         for file in (path / rank_file(rank) for rank in range(len(manifest.files))):

@@ -92,8 +92,8 @@ class TooSlowError(ConnectionError):
 
 
 class _Flood:
-    """What arrives over several streams while all of them send for some seconds, or for longer:
-    until enough has arrived over each."""
+    """Notes what arrives over several streams while all of them send: for some seconds, and until
+    enough has arrived over each."""
 
     def __init__(self, streams: int, seconds: float) -> None:
         self._seconds = seconds

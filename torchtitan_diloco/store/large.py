@@ -32,7 +32,7 @@ _CUT = b"\1"
 CHUNK_BYTES = MOST_BYTES
 MOST_CHUNKS = 100_000
 """Maximum number of chunks, whose names a reader keeps in memory and which have five digits."""
-SHORT_SECONDS = 10.0
+QUICK_SECONDS = 10.0
 """Seconds for a chunk up to which the link has room for more at a time. An attempt has a minute."""
 _CHUNK = re.compile(r"\.[0-9a-f]{16}\.[0-9]{5}$")
 
@@ -283,7 +283,7 @@ class _Turns:
                     self._halved_at = time.monotonic()
                     self.limit = max(1, self.limit // 2)
             raise
-        if time.monotonic() - began < SHORT_SECONDS:
+        if time.monotonic() - began < QUICK_SECONDS:
             with self._changed:
                 self.limit = min(self._most, self.limit + 1)
         return result
