@@ -93,6 +93,8 @@ class Run(NamedTuple):
     every: int = 0
     """Steps between two exchanges of a fragment; 0: data parallelism."""
     seed: int = 0
+    beginning: float = 0.0
+    """Share of the steps in which the workers average every two steps."""
 
     @property
     def names(self) -> core.Record:
@@ -100,8 +102,7 @@ class Run(NamedTuple):
         return {**self.stage._asdict(), **self._asdict()} | {"stage": str(self.stage)}
 
     def __str__(self) -> str:
-        kind = f"M={self.workers}, H={self.every}" if self.every else "data parallel"
-        return f"{self.stage}, {kind}, seed {self.seed}"
+        return f"{self.stage}, {scale_results.describe_kind(self.names)}, seed {self.seed}"
 
 
 class Text(NamedTuple):
@@ -178,6 +179,8 @@ def settings_of(run: Run, text: core.Settings, extra: core.Settings, ratio: floa
     at_once = max(1, min(sequences // run.workers, MOST_AT_ONCE // length))
     steps = ratio * size / (sequences * length)
     outer = STREAMING | {"diloco.sync_every": str(run.every)}
+    if run.beginning:
+        outer |= {"diloco.beginning.length": str(run.beginning)}
     return {
         **COMMON,
         **text,
@@ -209,7 +212,11 @@ def probe_settings(run: Run, text: core.Settings, extra: core.Settings) -> core.
 
 
 def runs_of(
-    stage: Stage, workers: Iterable[int], every: Iterable[int], seeds: Iterable[int]
+    stage: Stage,
+    workers: Iterable[int],
+    every: Iterable[int],
+    seeds: Iterable[int],
+    beginnings: Iterable[float] = (0.0,),
 ) -> list[Run]:
     """Return the runs of a stage, of each seed the control first."""
     return [
@@ -217,7 +224,10 @@ def runs_of(
         for seed in seeds
         for run in (
             Run(stage, seed=seed),
-            *(Run(stage, count, steps, seed) for count, steps in product(workers, every)),
+            *(
+                Run(stage, count, steps, seed, beginning)
+                for count, steps, beginning in product(workers, every, beginnings)
+            ),
         )
     ]
 
@@ -265,6 +275,8 @@ class Session(NamedTuple):
     corpus: str
     extra: core.Settings
     at_once: int
+    ratio: int
+    """Tokens per parameter of all stages; 0: as many as fit into the time."""
     end: float
     """Of all runs, by the monotonic clock."""
 
@@ -277,6 +289,8 @@ class Session(NamedTuple):
 
     def ratio_of(self, stage: Stage, runs: Sequence[Run], text: Text, *, full: bool) -> int:
         """Return the tokens per parameter of a stage, which stay once its runs are begun."""
+        if self.ratio:
+            return self.ratio
         begun = self.work / "plan.json"
         plan: dict[str, int] = json.loads(begun.read_text()) if begun.exists() else {}
         if chosen := plan.get(str(stage)):
@@ -367,6 +381,10 @@ def build_parser() -> argparse.ArgumentParser:
     workers = core.one_of(("2", "4", "8"))  # divide every batch
     add("--workers", type=workers, default="2,4", help="M: default 2,4")
     add("--every", type=core.list_of(core.positive), default=[30], help="H: default 30")
+    beginnings = "shares of the steps in which the workers average every two: default 0"
+    add("--beginnings", type=core.list_of(float), default=[0.0], help=beginnings)
+    ratio = f"tokens per parameter: default as many as fit into the time, at most {FULL_RATIO}"
+    add("--ratio", type=core.positive, default=0, help=ratio)
     add("--optimizers", type=core.one_of(OPTIMIZERS), default="", help="default: adamw,muon")
     add("--seeds", type=core.list_of(int), default=[0], help="default 0")
     jobs = max(1, available_cores() // 5) if on_gpu else 1
@@ -392,7 +410,7 @@ def open_session(parser: argparse.ArgumentParser, words: list[str], started: flo
         except OSError as error:
             parser.error(f"{name} {folder} cannot be written ({error}): choose another folder")
     end = started + 60 * options.minutes - RESERVED_SECONDS
-    return Session(work, options.corpus, extra, options.parallel, end)
+    return Session(work, options.corpus, extra, options.parallel, options.ratio, end)
 
 
 def main() -> None:
@@ -411,7 +429,7 @@ def main() -> None:
     names = product(sorted(set(options.sizes)), options.optimizers)
     workers = sorted(map(int, options.workers))
     stages = {
-        stage: runs_of(stage, workers, options.every, options.seeds)
+        stage: runs_of(stage, workers, options.every, options.seeds, options.beginnings)
         for stage in itertools.starmap(Stage, names)
     }
     for stage, runs in stages.items():

@@ -1,9 +1,9 @@
 """Compare the runs that `benchmarks.scale` has recorded: a table, and two pictures."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from benchmarks import core
 from torchtitan_diloco.base.formatting import markdown_table
 from torchtitan_diloco.base.user import REPOSITORY
-from torchtitan_diloco.report.charts import AXIS, MUTED, STYLE, series_color, short_number
+from torchtitan_diloco.report.charts import AXIS, MUTED, STYLE, SVG, series_color, short_number
 
 SIZES_PICTURE = REPOSITORY / "docs" / "images" / "sizes.svg"
 HEADER = (
-    "parameters | tokens | optimizer | M, H | n | data parallel | streaming | "
+    "parameters | tokens | optimizer | workers | n | data parallel | streaming | "
     "against it, % | bits per byte | device, commit"
 )
 PAPER = {  # Streaming DiLoCo, C4, two workers: loss at parameters, printed with two decimals
@@ -23,6 +23,14 @@ PAPER = {  # Streaming DiLoCo, C4, two workers: loss at parameters, printed with
     "H=30": {35: 3.53, 100: 3.21, 200: 2.98, 300: 2.81, 500: 2.67, 1000: 2.48},
     "H=100": {35: 3.56, 100: 3.22, 200: 3.00, 300: 2.83, 500: 2.69, 1000: 2.50, 4000: 2.26},
 }
+
+
+def describe_kind(run: Mapping[str, Any]) -> str:
+    """Return the method of a run, from its record or its names."""
+    if not run["every"]:
+        return "data parallel"
+    kind = f"M={run['workers']}, H={run['every']}"
+    return f"{kind}, beginning {run['beginning']:g}" if run["beginning"] else kind
 
 
 class Pair(NamedTuple):
@@ -47,8 +55,8 @@ class Pair(NamedTuple):
     @property
     def group(self) -> tuple[object, ...]:
         """What runs of other seeds have in common with this one."""
-        keys = "size", "optimizer", "workers", "every", "tokens_per_parameter", "text", "device"
-        return (*(self.row[key] for key in keys), self.is_whole)
+        keys = "size", "optimizer", "workers", "every", "beginning", "tokens_per_parameter", "text"
+        return (*(self.row[key] for key in (*keys, "device")), self.is_whole)
 
 
 def find_pairs(records: Sequence[core.Record]) -> list[Pair]:
@@ -67,7 +75,7 @@ def find_pairs(records: Sequence[core.Record]) -> list[Pair]:
         if both := of_control.keys() & of_row.keys():
             tokens = max(both)
             pairs.append(Pair(row, control, tokens, (of_control[tokens], of_row[tokens])))
-    order = "size", "optimizer", "workers", "every", "seed"
+    order = "size", "optimizer", "workers", "every", "beginning", "seed"
     return sorted(pairs, key=lambda pair: tuple(pair.row[key] for key in order))
 
 
@@ -96,7 +104,7 @@ def table(records: Sequence[core.Record]) -> str:
                 f"{first.row['parameters'] / 1e6:.2f}M",
                 tokens,
                 str(first.row["optimizer"]),
-                f"{first.row['workers']}, {first.row['every']}",
+                describe_kind(first.row),
                 str(len(group)),
                 core.summary(controls, ".4f", middle=statistics.mean),
                 core.summary(streaming, ".4f", middle=statistics.mean),
@@ -108,7 +116,7 @@ def table(records: Sequence[core.Record]) -> str:
     return markdown_table(HEADER.split(" | "), rows)
 
 
-@rc_context(STYLE)
+@rc_context(STYLE | SVG)
 def draw_sizes(records: Sequence[core.Record], path: Path) -> None:
     """Draw what streaming loses over the size of the model, beside the points of the paper."""
     figure = Figure((9.2, 4.2), layout="constrained")
@@ -120,7 +128,7 @@ def draw_sizes(records: Sequence[core.Record], path: Path) -> None:
         row, gaps = group[0].row, [pair.gap for pair in group]
         if not group[0].is_whole:
             continue
-        name = f"here: {row['optimizer']}, M={row['workers']}, H={row['every']}"
+        name = f"here: {row['optimizer']}, {describe_kind(row)}"
         mean = statistics.mean(gaps)
         point = row["parameters"], mean, mean - min(gaps), max(gaps) - mean
         curves.setdefault(name, []).append(point)
@@ -142,16 +150,15 @@ def draw_sizes(records: Sequence[core.Record], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-@rc_context(STYLE)
+@rc_context(STYLE | SVG)
 def draw_curves(records: Sequence[core.Record], path: Path) -> None:
     """Draw the losses on held-out text of the runs of one call over their tokens."""
     figure = Figure((9.2, 4.2), layout="constrained")
     axes = figure.add_subplot(xlabel="tokens of all workers")
     axes.set_ylabel("loss on held-out text, nats per token")
     for number, record in enumerate(records):
-        kind = f"M={record['workers']}, H={record['every']}" if record["every"] else "data parallel"
         tokens, losses = zip(*record["curve"], strict=True)
-        label = f"{record['stage']}, {kind}, seed {record['seed']}"
+        label = f"{record['stage']}, {describe_kind(record)}, seed {record['seed']}"
         axes.plot(tokens, losses, "o-", markersize=3, color=series_color(number), label=label)
     axes.xaxis.set_major_formatter(short_number)
     axes.legend(frameon=False, fontsize=9)
@@ -163,7 +170,7 @@ def write(out: Path, records: Sequence[core.Record], measured: Sequence[core.Rec
     stages = "; ".join(sorted({record["stage"] for record in measured}))
     made_by = measured[-1]
     cut = [
-        f"- {record['stage']}, M={record['workers']}, seed {record['seed']}: cut by the time"
+        f"- {record['stage']}, {describe_kind(record)}, seed {record['seed']}: cut by the time"
         for record in measured
         if not record["finished"]
     ]

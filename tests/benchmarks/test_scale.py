@@ -70,6 +70,24 @@ def test_each_seed_has_its_control_first() -> None:
     assert kinds == [(0, 1, 0), (0, 2, 30), (0, 4, 30), (1, 1, 0), (1, 2, 30), (1, 4, 30)]
 
 
+def test_a_beginning_is_a_run_of_its_own_in_the_plan_and_in_the_table() -> None:
+    control, without, with_one = runs_of(STAGE, (2,), (30,), (0,), (0.0, 0.1))
+    text = {"data.tokenizer": "bytes"}
+    lengths = [
+        core.load(scale.settings_of(run, text, {}, 20.0)).diloco.beginning.length
+        for run in (without, with_one)
+    ]
+    assert lengths == [0, 0.1]
+    known = [record_of(control, 2.0), record_of(without, 2.04)]
+    assert not scale.is_complete([control, without, with_one], known)
+    lines = scale_results.table([*known, record_of(with_one, 2.02)]).splitlines()[2:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [(row[3], row[7]) for row in rows] == [
+        ("M=2, H=30", "+2.00"),
+        ("M=2, H=30, beginning 0.1", "+1.00"),
+    ]
+
+
 def test_a_stage_is_complete_with_one_text_and_equal_tokens() -> None:
     known = [record_of(run, 2.0) for run in RUNS]
     assert scale.is_complete(RUNS, known)
@@ -121,8 +139,8 @@ def test_seeds_are_compared_with_their_own_controls() -> None:
     lines = scale_results.table(known).splitlines()[2:]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [[*row[3:6], row[7]] for row in rows] == [
-        ["2, 30", "2", "3.0000 (2.0000 ... 4.0000)", "+2.00 (+1.00 ... +3.00)"],
-        ["4, 30", "1", "2.0000", "-1.00"],
+        ["M=2, H=30", "2", "3.0000 (2.0000 ... 4.0000)", "+2.00 (+1.00 ... +3.00)"],
+        ["M=4, H=30", "1", "2.0000", "-1.00"],
     ]
     of_another_text = [known[0] | {"text": "def"}, known[1]]
     assert scale_results.find_pairs(of_another_text) == []
