@@ -62,6 +62,29 @@ def test_values_and_gradients(
         torch.testing.assert_close(gradient, reference, rtol=1e-4, atol=1e-4)
 
 
+def test_no_gradient_is_computed_where_none_is_wanted() -> None:
+    """A parameter requires its gradient also under `torch.no_grad()`."""
+    called = list[str]()
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            called.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    hidden, weight, targets = example(0, 2, 10, 0.0)
+    head = loss_head(targets, z_loss=1e-4)
+    with Watch():
+        head(hidden, weight)
+        assert "scatter_add_" in called
+        called.clear()
+        with torch.no_grad():
+            head(hidden, weight)
+    assert "gather" in called
+    assert "scatter_add_" not in called
+
+
 def test_logits_of_the_batch_never_exist_at_once() -> None:
     largest = 0
 

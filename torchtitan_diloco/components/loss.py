@@ -34,8 +34,10 @@ def loss_head(
     """Return the `head` to call a model with, for targets [batch, length]."""
 
     def head(hidden: Tensor, weight: Tensor) -> LossSums:
+        # A parameter requires its gradient even under `torch.no_grad()`.
+        needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         objective, cross_entropy = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden.flatten(0, 1), weight, targets.flatten(), z_loss, chunk_tokens
+            hidden.flatten(0, 1), weight, targets.flatten(), z_loss, chunk_tokens, needs_gradient
         )
         tokens = (targets != IGNORE_INDEX).sum()
         return LossSums(objective=objective, cross_entropy=cross_entropy, tokens=tokens)
@@ -49,9 +51,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, chunk_tokens: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        z_loss: float,
+        chunk_tokens: int,
+        needs_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        needs_gradient = hidden.requires_grad or weight.requires_grad
         objective = torch.zeros((), device=hidden.device, dtype=torch.float32)
         cross_entropy = torch.zeros_like(objective)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
@@ -90,6 +97,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_objective: Tensor, _: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+    ) -> tuple[Tensor, Tensor, None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_objective, grad_weight * grad_objective, None, None, None
+        of_inputs = grad_hidden * grad_objective, grad_weight * grad_objective
+        return *of_inputs, None, None, None, None
