@@ -106,6 +106,15 @@ def test_frozen_and_tied_parameters() -> None:
         build_fragments(model.requires_grad_(False), Fragments())
 
 
+def test_parameters_that_have_no_mean_are_refused() -> None:
+    model = holder(blocks=nn.ModuleList([nn.Linear(3, 3)]))
+    model.rotation = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"parameter rotation is torch.complex64.*view_as_real"):
+        build_fragments(model, Fragments())
+    model.get_parameter("rotation").requires_grad_(False)
+    assert len(build_fragments(model, Fragments())) == 1
+
+
 def test_blocks_that_cannot_be_fragments() -> None:
     with pytest.raises(ValueError, match=r"no ModuleList.*layers_per_fragment = 0"):
         build_fragments(nn.Sequential(nn.Linear(3, 3)), Fragments())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.diloco.toy import (
@@ -202,6 +203,19 @@ def test_moments_that_are_not_finite_heal_their_fragment() -> None:
     assert outer.heal() == []
 
 
+def test_a_state_of_any_layout_and_precision_is_judged() -> None:
+    """Optimizers may keep views, such as eigenvectors, and sums in fp64."""
+    outer, model, optimizer = alone(config(0))
+    outer.loop.optimizer = optimizer
+    state = optimizer.state[model.get_parameter(WEIGHT)]
+    state["vectors"] = torch.ones(3, 4).t()
+    state["sum"] = torch.tensor(1e300, dtype=torch.float64)
+    assert outer.heal() == []
+    state["sum"].fill_(math.inf)
+    assert outer.heal() == [0]
+    outer.close()
+
+
 def test_steps_before_a_reset_are_not_counted_even_after_a_save() -> None:
     outer, model, optimizer = alone(config(2))
     train(outer, model, optimizer, range(1, 4))
@@ -225,7 +239,14 @@ def in_flight_for(delay: int, codec: str = "fp32", mixing: float = 0.5) -> DiLoC
     return replace(chosen, sync_every=4, quantization=Quantization(codec))
 
 
-def advance(outer: StreamingDiLoCo, model: nn.Module, steps: range, *, heals_at: int = 0) -> None:
+def advance(
+    outer: StreamingDiLoCo,
+    model: nn.Module,
+    steps: range,
+    *,
+    heals_at: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Learn in each step as much as the number of this worker, from 1 on, in every value."""
     for step in steps:
         with torch.no_grad():
@@ -233,7 +254,7 @@ def advance(outer: StreamingDiLoCo, model: nn.Module, steps: range, *, heals_at:
                 local_of(parameter).add_(outer.worker + 1.0)
         if step == heals_at:
             local_of(model.get_parameter(WEIGHT)).fill_(math.nan)
-            assert outer.heal() == [0]
+            assert outer.heal(group) == [0]
         outer.step(weight=float(step != heals_at))
 
 
@@ -302,12 +323,13 @@ def test_a_heal_in_flight_is_known_after_a_restart(
 
 def _healed_in_flight(codec: str, ranks: int, is_sent_broken: bool) -> dict[str, Any]:
     """Heal worker 1 after step 5, before a round with the work of steps 1 to 4 is applied."""
-    outer, model, _ = start(in_flight_for(2, codec), 2, ranks)
+    world = join(2, ranks)
+    outer, model, _ = start(in_flight_for(2, codec), world=world)
     spoils = outer.worker == 1
     advance(outer, model, range(1, 4))
     if spoils and is_sent_broken:
         local_of(model.get_parameter(WEIGHT)).fill_(math.nan)
-    advance(outer, model, range(4, 7), heals_at=5 * spoils)
+    advance(outer, model, range(4, 7), heals_at=5 * spoils, group=world.group(FSDP))
     if spoils:
         assert_ahead(outer, model, 2.0)
     advance(outer, model, range(7, 9))

@@ -61,8 +61,7 @@ class Alone(Peers):
         return saving.save(self.loop.states, weights, in_flight={}, facts=facts, mesh=mesh)
 
     def load(self, saved: SavedState) -> list[str]:
-        *_, lines = saving.load(self.loop.states, saved, self.loop.config, mixing=0.0)
-        return lines
+        return saving.load(self.loop.states, saved, self.loop.config, mixing=0.0).notes
 
     def close(self) -> None:
         self.loop.background.close(timeout=5.0)

@@ -69,6 +69,27 @@ def test_a_config_made_in_python_is_checked(changes: dict[str, Any], key: str) -
         StreamingDiLoCo(Net(), None, replace(DiLoCoConfig(), **changes))
 
 
+def _with_link(link: Link) -> str:
+    group = join(2).group(WORKER)
+    with pytest.raises(ValueError, match="does not apply to a group that you have made") as caught:
+        StreamingDiLoCo(Net(), group, replace(config(0), link=link))
+    GlooPeers(group, streams=2).start(Net(), replace(config(0), link=link))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("link", "key"),
+    [
+        (Link(interface="eth7"), "diloco.link.interface = 'eth7'"),
+        (Link(streams=3), "diloco.link.streams = 3"),
+    ],
+)
+def test_a_link_is_not_that_of_a_group_made_before(
+    processes: ProcessPool, link: Link, key: str
+) -> None:
+    assert all(key in message for message in processes.run(_with_link, 2, link))
+
+
 def test_a_beginning_is_a_fraction_of_the_run() -> None:
     chosen = DiLoCoConfig(sync_every=10, beginning=Beginning(length=0.25, sync_every=5))
     outer = StreamingDiLoCo(Net(), None, chosen, total_steps=42)
@@ -210,7 +231,7 @@ def _first_weights(ranks: int) -> dict[str, Start]:
         sizes, lines = list[int](), list[str]()
         with counting_sent(sizes, dist.broadcast), pytest.MonkeyPatch.context() as patch:
             patch.setattr(logger, "info", lines.append)
-            start_peers(model, world.group(WORKER), chosen)
+            start_peers(model, world.group(WORKER), chosen, shards=world.shards)
         tensors = (*model.named_parameters(), *model.named_buffers())
         bits = {
             name: local_of(value).reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -220,8 +241,13 @@ def _first_weights(ranks: int) -> dict[str, Start]:
     return found
 
 
-def start_peers(model: nn.Module, group: dist.ProcessGroup | None, chosen: DiLoCoConfig) -> None:
-    peers = GlooPeers(group)
+def start_peers(
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    chosen: DiLoCoConfig,
+    shards: dist.ProcessGroup | None = None,
+) -> None:
+    peers = GlooPeers(group, shard_group=shards)
     peers.start(model, chosen)
     peers.close()
 

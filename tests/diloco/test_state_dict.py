@@ -1,6 +1,7 @@
 """Saved outer state: resumed is uninterrupted, and other settings take over what they can."""
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.diloco.toy import Net, alone, config, join, parameters, sgd, start, train
+from tests.diloco.toy import Net, alone, config, inner_step, join, parameters, sgd, start, train
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.tensors import local_of, shard_rows
 from torchtitan_diloco.diloco import (
@@ -139,6 +140,50 @@ def test_a_restart_takes_over_what_it_can(
             assert_same(after, before)
 
 
+@pytest.mark.parametrize("sync_every", [20, 40])
+def test_norms_of_other_turns_judge_no_delta(sync_every: int) -> None:
+    """A delta of more steps is larger."""
+    chosen = replace(config(1), delta_norm_limit=3.0, sync_every=20)
+    outer, model, optimizer = alone(chosen)
+    train(outer, model, optimizer, range(1, 6 * 20 + 1))
+    saved = outer.saved_state()
+    norms = [list(fragment.delta_norms) for fragment in saved.facts.fragments]
+    assert all(len(latest) >= 5 for latest in norms)
+    resumed, _, _ = alone(replace(chosen, sync_every=sync_every))
+    resumed.load_state(saved)
+    loaded = [list(state.norms.latest) for state in resumed.loop.states]
+    assert loaded == (norms if sync_every == 20 else [[]] * len(norms))
+
+
+@pytest.mark.parametrize("sync_every", [20, 40])
+def test_an_unusable_delta_in_flight_resets_its_fragment_after_a_restart(sync_every: int) -> None:
+    """When it is due, or at once, because the turns have changed."""
+    chosen = replace(config(0, delay=5), sync_every=20)
+    outer, model, _ = alone(chosen)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(outer, model, optimizer, range(1, 20))
+    inner_step(model, optimizer, 0, 20)
+    model.gain.data.fill_(math.nan)
+    outer.step()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), outer.saved_state()))
+    assert saved[2].facts.fragments[0].flags
+
+    again = Net()
+    again.load_state_dict(saved[0])
+    fresh = torch.optim.AdamW(again.parameters(), lr=0.01)
+    fresh.load_state_dict(saved[1])
+    chosen = replace(chosen, sync_every=sync_every)
+    resumed = StreamingDiLoCo(again, None, chosen, optimizer=fresh)
+    resumed.load_state(saved[2])
+    for _ in range(5):
+        resumed.step()
+    assert_same(parameters(again), dict(resumed.global_state_dict()))
+    assert not fresh.state
+    assert resumed.loop.healed == 1
+    weight = resumed.saved_state().facts.fragments[0].weight
+    assert weight == (0 if sync_every == 20 else 5), "steps since it was reset"
+
+
 def test_a_saved_state_starts_other_loops_and_not_other_models() -> None:
     outer, _, _ = alone(config(2))
     outer.step(weight=3.0)
@@ -221,7 +266,12 @@ def _sharded_over_devices_without_memory() -> set[tuple[str, str]]:
             owner, _, key = name.rpartition(".")
             setattr(model.get_submodule(owner), key, nn.Parameter(offloaded))
             local_of(offloaded).fill_(dist.get_rank() + 1.5)
-        outer = StreamingDiLoCo(model, None, config(2))
+        with pytest.raises(ValueError, match=r"sharded over 2 ranks of this worker.*shard_group"):
+            StreamingDiLoCo(model, None, config(2))
+        shards = dist.group.WORLD
+        outer = StreamingDiLoCo(model, None, config(2), shard_group=shards)
+        with pytest.raises(ValueError, match=r"pass group to StreamingDiLoCo\.heal"):
+            outer.heal()
         outer.step()
         on_hosts = outer.state_dict(hosts)["tensors"]
         saved = outer.saved_state()

@@ -6,6 +6,7 @@ import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -121,6 +122,25 @@ def test_any_kind_of_parameter(processes: ProcessPool) -> None:
         assert not torch.equal(shared[name], started[name]), name
         assert not torch.equal(first[name], second[name]), f"{name}: mixing keeps workers apart"
     assert torch.equal(shared["embedding.weight"], shared["head.weight"])
+
+
+def test_what_a_module_keeps_beside_tensors_is_in_the_shared_model() -> None:
+    class Counting(Net):
+        seen: ClassVar[dict[str, int]] = {"batches": 3}
+
+        def get_extra_state(self) -> dict[str, int]:
+            return self.seen
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            assert state == self.seen
+
+    model = Counting()
+    outer = StreamingDiLoCo(model, None, config(1))
+    shared: dict[str, Any] = outer.global_state_dict()
+    model.load_state_dict(shared)
+    model.seen["batches"] = 4
+    assert shared["_extra_state"] == {"batches": 3}
+    outer.close()
 
 
 def test_rounds_without_a_change_leave_bf16_models_alone() -> None:

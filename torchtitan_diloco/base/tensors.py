@@ -33,8 +33,11 @@ def drop_gathered(model: nn.Module) -> None:
 
 def is_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Return whether all values and the sums of their squares are finite, as a tensor."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
-    return torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()
+    finite = list[Tensor]()
+    for tensor in tensors:
+        dtype = None if tensor.dtype == torch.float64 else torch.float32
+        finite.append(torch.linalg.vector_norm(tensor, dtype=dtype).isfinite())
+    return torch.stack([one.to(finite[0].device) for one in finite]).all()
 
 
 def copy_to_host(value: Tensor) -> Tensor:

@@ -61,6 +61,22 @@ def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         )
 
 
+def check_shards(model: nn.Module, group: dist.ProcessGroup | None, argument: str) -> None:
+    """Raise an error if the model is sharded, and there is no group over which the ranks that have
+    its shards can agree. `argument`: where to pass it."""
+    if group is not None:
+        return
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
+            continue
+        if any(placement.is_shard() for placement in parameter.placements):
+            raise UserError(
+                f"{name} is sharded over {parameter.device_mesh.size()} ranks of this worker, "
+                f"which judge and reset fragments together: pass {argument}, a gloo group of "
+                "these ranks that nothing else uses"
+            )
+
+
 def _check_ranks(workers: set[int], ranks: list[int], what: str) -> None:
     if len(workers.intersection(ranks)) > 1:
         raise UserError(

@@ -69,6 +69,12 @@ def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]
     ]
     if not trained:
         raise UserError("the model has no trainable parameter: there is nothing to exchange")
+    for part in trained:
+        if not part.parameter.is_floating_point():
+            raise UserError(
+                f"parameter {part.name} is {part.parameter.dtype}, of which workers exchange no "
+                "mean: make it a parameter of real numbers (torch.view_as_real), or freeze it"
+            )
     if config.layers_per_fragment == 0:
         groups = [("whole model", trained)]
     else:

@@ -20,9 +20,9 @@ from torchtitan_diloco.base.settings import check_class, flat_settings, raise_mi
 from torchtitan_diloco.base.tensors import drop_gathered, local_of
 from torchtitan_diloco.diloco import arithmetic, delta_norms
 from torchtitan_diloco.diloco import state_dict as saving
-from torchtitan_diloco.diloco.agreement import agree, check_group, check_model
+from torchtitan_diloco.diloco.agreement import agree, check_group, check_model, check_shards
 from torchtitan_diloco.diloco.codecs import build_codec
-from torchtitan_diloco.diloco.config import MAY_DIFFER, DiLoCoConfig, diloco_mistakes
+from torchtitan_diloco.diloco.config import MAY_DIFFER, DiLoCoConfig, Link, diloco_mistakes
 from torchtitan_diloco.diloco.exchange import Exchange, bytes_from_each
 from torchtitan_diloco.diloco.first_weights import take_from_first_worker
 from torchtitan_diloco.diloco.flags import DROPPED
@@ -51,7 +51,7 @@ class GlooPeers(Peers):
         total_steps: int = 0,
         scheduled_step: Callable[[int], float] = int,
         seed: int = 0,
-        streams: int = 1,
+        streams: int | None = None,
     ) -> None:
         """
         Args:
@@ -60,12 +60,15 @@ class GlooPeers(Peers):
                 group of its own.
             scheduled_step: returns the place of a step in a run of `total_steps` steps, for what
                 changes with the progress of the run. Default: the step itself.
-            streams: TCP connections that the group has to each other worker.
+            streams: TCP connections that the group has to each other worker. Default: 1, of a
+                group that was made without `link.interface` and `link.streams`, which must not be
+                set then.
         """
         self._group = group
         self._shard_group = shard_group
         self._given_reports = reports
-        self._streams = streams
+        self._streams = streams or 1
+        self._is_made_elsewhere = streams is None
         self._total_steps = total_steps
         self._scheduled_step = scheduled_step
         self._seed = seed
@@ -81,6 +84,7 @@ class GlooPeers(Peers):
             raise RuntimeError("these peers already belong to an outer loop: create new ones")
         config = self._checked(config)
         check_model(model, self._group)
+        check_shards(model, self._shard_group, "shard_group to StreamingDiLoCo")
         drop_gathered(model)
         fragments = build_fragments(model, config.fragments)
         coder = self._agree(model, fragments, config)
@@ -113,6 +117,8 @@ class GlooPeers(Peers):
         if config.workers not in (1, workers):
             reason = f"must be {workers}, the size of the group: change it, or remove it"
             mistakes.append(("diloco.workers", reason))
+        if workers > 1 and self._is_made_elsewhere:
+            mistakes += link_mistakes(config.link)
         if workers > 1 and "cpu:gloo" not in str(dist.get_backend_config(group)).split(","):
             reason = 'cannot send from host memory: pass dist.new_group(ranks, backend="gloo")'
             mistakes.append(("group", reason))
@@ -355,20 +361,38 @@ class GlooPeers(Peers):
         self._in_flight.clear()
         self._note_progress()
         mixing = loop.config.overlap.mixing_at(self.reports.progress)
-        facts, in_flight, notes = saving.load(loop.states, saved, loop.config, mixing)
-        self._weights = [fragment.weight for fragment in facts]
-        for index in in_flight:
-            fragment = facts[index]
+        loaded = saving.load(loop.states, saved, loop.config, mixing)
+        self._weights = [fragment.weight for fragment in loaded.fragments]
+        for fragment in loop.fragments:
+            if any(part.name in loaded.reset for part in fragment.parts):
+                loop.start_afresh(fragment.index)
+        for index in loaded.in_flight:
+            facts = loaded.fragments[index]
             round_ = Round.loaded(
                 index,
-                loop.schedule.outer_round(index, fragment.sent_step),
-                sent_step=fragment.sent_step,
-                participants=fragment.participants,
-                flags=fragment.flags,
-                is_in_model=fragment.is_in_model,
+                loop.schedule.outer_round(index, facts.sent_step),
+                sent_step=facts.sent_step,
+                participants=facts.participants,
+                flags=facts.flags,
+                is_in_model=facts.is_in_model,
             )
             self._in_flight[index] = round_, loop.background.submit(lambda: None)
-        return notes
+        return loaded.notes
+
+
+def link_mistakes(link: Link) -> list[tuple[str, str]]:
+    """Return the settings that the connections of a group do not have, as it was made before."""
+    mistakes = list[tuple[str, str]]()
+    if link.interface:
+        reason = (
+            "does not apply to a group that you have made: set GLOO_SOCKET_IFNAME before "
+            "dist.init_process_group, and remove this setting"
+        )
+        mistakes.append(("diloco.link.interface", reason))
+    if link.streams != Link().streams:
+        reason = "does not apply to a group that you have made, which has one stream: remove it"
+        mistakes.append(("diloco.link.streams", reason))
+    return mistakes
 
 
 def _close(

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.base.tensors import is_finite
-from torchtitan_diloco.diloco.fragments import Fragment, local_rows
+from torchtitan_diloco.base.tensors import is_finite, local_of
+from torchtitan_diloco.diloco.fragments import Fragment
 
 
 def find_broken(
@@ -24,7 +24,7 @@ def find_broken(
             state = states.get(part.parameter, {}).values()
             for value in state:
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    tensors.append(local_rows(part.name, value))
+                    tensors.append(local_of(value))
         finite.append(is_finite(tensors))
     broken = (~torch.stack(finite)).to(torch.int32)
     if group is not None and group.size() > 1:

@@ -7,7 +7,7 @@ applied when it is due.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -263,19 +263,31 @@ def named(kind: str, state: OuterState, buffer: Tensor, mesh: DeviceMesh | None 
 # --- load -----------------------------------------------------------------------------------------
 
 
+class Loaded(NamedTuple):
+    """What peers have to know of a saved state, beside the buffers."""
+
+    fragments: list[FragmentFacts]
+    """Facts of each fragment."""
+    in_flight: list[int]
+    """Fragments in flight, in the order in which they were sent."""
+    reset: set[str]
+    """Names of the parameters that were reset to the shared ones, because the delta in flight of
+    their fragment was unusable."""
+    notes: list[str]
+    """A line for each thing that could not be kept."""
+
+
 @torch.no_grad()
 def load(
-    states: Sequence[OuterState],
-    saved: SavedState,
-    config: DiLoCoConfig,
-    mixing: float,
-) -> tuple[list[FragmentFacts], list[int], list[str]]:
-    """Fill the buffers. Return the facts of each fragment, the fragments in flight, and notes.
+    states: Sequence[OuterState], saved: SavedState, config: DiLoCoConfig, mixing: float
+) -> Loaded:
+    """Fill the buffers.
 
     `mixing`: usual share of the local parameters, for fragments in flight that are applied now.
     """
     facts = saved.facts
     notes = list[str]()
+    reset = set[str]()
     settings = resume_settings(config)
     before = facts.settings
     in_flight = list(facts.in_flight)
@@ -289,12 +301,14 @@ def load(
         pairs = zip(facts.layout, fragments, strict=True)
         holders = {name: fragment for names, fragment in pairs for name in names}
         fragments = [replace(holders[names[0]], delta_norms=[]) for names in layout]
+    if "diloco.sync_every" in changed:  # deltas of more steps are larger
+        fragments = [replace(fragment, delta_norms=[]) for fragment in fragments]
     # What is in flight is due by the saved schedule, for the saved layout and codec. The outer
     # optimizer has already taken its step, so a change of it does not matter.
     if in_flight and (has_new_layout or changed - {OPTIMIZER}):
         what = "turns have" if has_new_layout or changed - {OPTIMIZER, SPARSE} else "the codec has"
         notes.append(f"{len(in_flight)} fragments in flight are applied now: {what} changed")
-        apply_early(states, saved, mixing)
+        reset = apply_early(states, saved, mixing)
         in_flight = []
     values = {kind: saved.kind(kind) for kind in kinds()}
     if OPTIMIZER in changed:
@@ -311,7 +325,7 @@ def load(
             for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
                 view.copy_(local_rows(part.name, values[kind][part.name]))
         state.resume(fragment.delta_norms, fragment.optimizer_steps, in_flight=index in in_flight)
-    return fragments, in_flight, notes
+    return Loaded(fragments, in_flight, reset, notes)
 
 
 def layout_of(states: Sequence[OuterState]) -> list[list[str]]:
@@ -350,11 +364,13 @@ def write_shared(model: nn.Module, saved: SavedState) -> None:
 
 
 @torch.no_grad()
-def apply_early(states: Sequence[OuterState], saved: SavedState, mixing: float) -> None:
+def apply_early(states: Sequence[OuterState], saved: SavedState, mixing: float) -> set[str]:
     """Apply saved fragments in flight to the model and to the tensors of the saved state.
 
-    `mixing`: usual share of the local parameters.
+    Return the names of the parameters that were reset. `mixing`: usual share of the local
+    parameters.
     """
+    reset = set[str]()
     facts = saved.facts
     shared = saved.kind(SHARED)
     arrived = saved.kind(NEXT)
@@ -378,9 +394,12 @@ def apply_early(states: Sequence[OuterState], saved: SavedState, mixing: float) 
                 change = following - before
                 if mode is Mode.TAKE_BACK:
                     take_back(change, local_rows(name, sent[name]))
-                mixed = local.float() + change.to(local.device)
+                local.copy_(local.float() + change.to(local.device))
+            elif mode is Mode.RESET:  # 0 * NaN is NaN
+                local.copy_(following)
+                reset.add(name)
             else:
-                mixed = share * local.float() + (1 - share) * following.to(local.device)
-            local.copy_(mixed)
+                local.copy_(share * local.float() + (1 - share) * following.to(local.device))
             before.copy_(following)
     facts.in_flight = []
+    return reset

@@ -10,6 +10,7 @@ The peers (diloco/peers.py) decide when the loop (diloco/loop.py) takes the delt
 applies the next shared copy, and compute this copy from all deltas.
 """
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from torchtitan_diloco.base.tensors import drop_gathered
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco import description, healing
 from torchtitan_diloco.diloco import state_dict as saving
+from torchtitan_diloco.diloco.agreement import check_shards
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import Fragment, check_identity
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
@@ -56,8 +58,8 @@ class StreamingDiLoCo:
                 do not apply.
             optimizer: the inner optimizer. Its state is dropped for fragments that are reset to the
                 shared parameters.
-            shard_group: a gloo group of this worker's ranks, if it has several, that nothing else
-                uses, over which they sum the norm of a delta.
+            shard_group: a gloo group of this worker's ranks, if the model is sharded over several,
+                that nothing else uses, over which they sum the norm of a delta.
             total_steps: length of the run, for `overlap.mixing_end` and shares of it.
             seed: for the rounds that `link.drop_probability` drops.
         """
@@ -102,8 +104,8 @@ class StreamingDiLoCo:
     def step(self, weight: float = 1.0) -> None:
         """Apply and send the fragments that are due. Call it after every inner step.
 
-        `weight`: weight of this inner step in the mean over workers, such as its number of tokens.
-        Islands count it, so pass the number of tokens.
+        `weight`: weight of this inner step in the mean over workers, such as the tokens of the
+        worker, the same on all of its ranks. Islands count it, so pass the number of tokens.
         """
         if not 0 <= weight < math.inf:
             raise UserError(
@@ -136,8 +138,9 @@ class StreamingDiLoCo:
 
         Call it on every rank of a worker after a step whose gradient is not finite, and before a
         save. A fragment is also reset if its inner optimizer state is not finite. `group`: a group
-        of the worker's ranks for use in this thread.
+        of the worker's ranks for use in this thread, if it has several; not the `shard_group`.
         """
+        check_shards(self.loop.model, group, "group to StreamingDiLoCo.heal")
         healed = healing.find_broken(self.fragments, self.loop.optimizer, group)
         if healed:
             drop_gathered(self.loop.model)
@@ -172,8 +175,10 @@ class StreamingDiLoCo:
         for name, value in self.loop.model.state_dict().items():
             if name in parameters and parameters[name] in shared:
                 state_dict[name] = shared[parameters[name]]
-            else:
+            elif isinstance(value, Tensor):
                 state_dict[name] = value.detach().clone()
+            else:  # what a module returns as its extra state
+                state_dict[name] = copy.deepcopy(value)
         return state_dict
 
     @contextmanager

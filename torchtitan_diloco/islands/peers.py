@@ -21,6 +21,7 @@ from torchtitan_diloco.base.settings import check_class
 from torchtitan_diloco.base.tensors import drop_gathered
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco import state_dict as saving
+from torchtitan_diloco.diloco.agreement import check_shards
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.delta_norms import sum_over_ranks
 from torchtitan_diloco.diloco.flags import NOT_FINITE
@@ -162,6 +163,7 @@ class IslandPeers(Peers):
         self.islands, config = own_loop_settings(self.islands, config)
         self.reports.islands = self.islands
         self.reports.in_flight = self._rounds.in_flight
+        check_shards(model, self._given, "ranks to IslandPeers")
         drop_gathered(model)
         fragments = build_fragments(model, config.fragments)
         states = build_states(fragments, config, has_optimizer=False)
@@ -489,7 +491,7 @@ class IslandPeers(Peers):
         # Only a run without islands has saved fragments in flight.
         mixing = loop.config.overlap.mixing_at(saved.facts.progress)
         saving.apply_early(loop.states, saved, mixing)
-        *_, lines = saving.load(loop.states, saved, loop.config, mixing)
+        lines = saving.load(loop.states, saved, loop.config, mixing).notes
         self._brings.saved = read_saved(saved.facts.island)
         if self._brings.saved is None:
             self._brings.job = self._brings.job or JobCheckpoint()
