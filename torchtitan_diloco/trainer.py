@@ -434,7 +434,8 @@ class Trainer:
         if self._initial_weights:
             from torchtitan_diloco.export.weights import load_initial_weights
 
-            load = partial(load_initial_weights, self.model, self._initial_weights)
+            weights = self._initial_weights
+            load = partial(load_initial_weights, self.model, weights, self.tokenizer)
             on_all_ranks(self.world.saving, load)  # disks may be slow
 
     @property

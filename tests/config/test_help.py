@@ -95,7 +95,7 @@ def test_the_help_shows_the_values_of_the_config_that_is_chosen(
     assert "(default: not set; mine.toml: 32)" in shown["training.global_batch_size"]
     assert print_help(["--help", "data", f"--config={path}"], TEXTS)
     phases = entries(capsys.readouterr().out)["data.phases"]
-    assert '; mine.toml: [{"start": 0.5, "mixture": {"a": 1.0}}])' in phases
+    assert "; mine.toml: [{start = 0.5, mixture = {a = 1.0}}])" in phases
     with pytest.raises(ConfigError, match=r"--config = .*no such file"):
         print_help(["--help", "--config", "nothere"], TEXTS)
 

@@ -37,6 +37,7 @@ from torchtitan_diloco.config import ConfigError, load_config, parse_config, to_
         ({"data.phases": "[{start = 0.2, mixture = {a = -1}}]"}, 'weight of "a" is -1'),
         ({"data.shard_by": "own", "diloco.workers": "2"}, "needs a corpus with {worker}"),
         ({"data.corpus": "x-{worker}"}, 'only replaced with data.shard_by = "own"'),
+        ({"data.validation_corpus": "x-{worker}"}, "all workers validate one text together"),
         ({"data.mixture": "a=1", "data.corpus": "b"}, "data.corpus already sets the corpus"),
     ],
 )

@@ -86,6 +86,7 @@ def test_a_sample_of_the_documents_suffices(folder: Path, monkeypatch: pytest.Mo
 def test_bad_clusters(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"too few different documents \(400 in all\) for 401"):
         write_clusters(folder, BYTES, 401)
+    assert not list(folder.parent.glob(f"{folder.name}-*")), "nothing is left of them"
     with pytest.raises(SystemExit):
         main(["--out", str(tmp_path / "new"), "--clusters", "2"])
     assert not (tmp_path / "new").exists()

@@ -150,6 +150,34 @@ def test_paths_folders_and_globs(texts: Path, monkeypatch: pytest.MonkeyPatch) -
         assert pieces(spec.replace("{}", str(texts))) == expected
 
 
+def test_nothing_is_left_out_or_read_twice_because_of_how_it_is_named(
+    texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = texts / "nothing"
+    (elsewhere / "e.TXT").write_text("e")
+    (elsewhere / "sub").symlink_to(texts / "sub")
+    (elsewhere / "circle").symlink_to(elsewhere)
+    (elsewhere / "again.txt").symlink_to(elsewhere / "e.TXT")
+    assert pieces(str(elsewhere)) == ["e", "c1", "c2"]
+    monkeypatch.chdir(texts)
+    assert pieces(f"b.txt,{texts}/b.txt,./b.txt,nothing/../b.txt") == ["b"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".GZ"])
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path, suffix: str) -> None:
+    pack = gzip.compress if suffix else bytes
+    text, lines = (tmp_path / f"{name}{suffix}" for name in ("a.txt", "b.jsonl"))
+    text.write_bytes(pack("\ufeffé 1".encode()))
+    lines.write_bytes(pack('\ufeff{"text": "c1"}\n{"text": "c2"}\n'.encode()))
+    assert pieces(str(text)) == ["é 1"]
+    assert pieces(str(lines)) == ["c1", "c2"]
+    for file in (text, lines):
+        whole = list(open_corpus(str(file)).read(BEGINNING).pieces)
+        for number, located in enumerate(whole, start=1):
+            rest = open_corpus(str(file)).read(located.after).pieces
+            assert [one.piece for one in rest] == [one.piece for one in whole[number:]]
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

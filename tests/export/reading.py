@@ -14,6 +14,7 @@ from torchtitan_diloco.models.decoder import Decoder, resolve_shape
 from torchtitan_diloco.models.interface import separate_documents
 
 ROWS, LENGTH, VOCABULARY = 320, 24, 257
+BYTES = build_tokenizer("bytes")
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -34,7 +35,7 @@ def build(config: Model, seed: int = 0) -> Decoder:
 
 def save(model: Decoder, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    save_hugging_face(folder, model, build_tokenizer("bytes"), dtype, sequence_length=LENGTH)
+    save_hugging_face(folder, model, BYTES, dtype, sequence_length=LENGTH)
 
 
 def load(folder: Path, **options: Any) -> Any:

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from tests.processes import ProcessPool
 from tests.test_trainer import VALIDATION, curve, records
 from torchtitan_diloco.components.copies import Copies
 from torchtitan_diloco.config import load_config
+from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export import __main__ as commands
 from torchtitan_diloco.export.weights import load_initial_weights, open_saved
+from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.models import build_model
 from torchtitan_diloco.store import open_store
 
@@ -72,8 +75,48 @@ def test_export_writes_the_shared_parameters(
     printed(capsys, "export", path, "--dtype", "bfloat16", "--out", half)
     assert_same(read_weights(half), {name: one.bfloat16() for name, one in expected.items()})
     model = build_model(config.model, 320, config.training.sequence_length).to_empty(device="cpu")
-    load_initial_weights(model, str(base))
+    load_initial_weights(model, str(base), build_tokenizer(config.data.tokenizer))
     assert_same(model.state_dict(), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"rotary_base": 500.0}, "--model.rotary_base 10000.0"),
+        (
+            {"norm_epsilon": 0.1, "rotary_scaling": 8.0},
+            "--model.norm_epsilon 1e-06 --model.rotary_scaling 1.0",
+        ),
+        ({"feed_forward": 24}, "--model.feed_forward 48"),
+    ],
+)
+def test_an_export_starts_no_other_model_or_tokenizer(
+    trained: Path, tmp_path: Path, capsys: Capture, changes: dict[str, Any], remedy: str
+) -> None:
+    """Also if all its tensors fit."""
+    base = tmp_path / "base"
+    printed(capsys, "export", trained, "--out", base)
+    config = load_config(str(base / "config.toml"))
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    other = build_model(replace(config.model, **changes), 320, config.training.sequence_length)
+    with pytest.raises(ValueError, match=f"is of another model: for it, set {remedy}$"):
+        load_initial_weights(other, str(base), tokenizer)
+    model = build_model(config.model, 320, config.training.sequence_length).to_empty(device="cpu")
+    with pytest.raises(ValueError, match=r'is of the tokenizer .* "bytes" .*: set that one'):
+        load_initial_weights(model, str(base), build_tokenizer("bytes"))
+    (base / "config.toml").unlink()
+    load_initial_weights(model, str(base), tokenizer)
+
+
+def test_settings_of_an_export_start_a_job_though_it_is_of_an_island(
+    trained: Path, tmp_path: Path
+) -> None:
+    saved = open_saved(trained)
+    islands = replace(saved.config.islands, name="a", begin=2, sync=True)
+    commands.save_for_another_run(
+        tmp_path, replace(saved, config=replace(saved.config, islands=islands)), torch.float32
+    )
+    assert load_config(str(tmp_path / "config.toml")).islands == Islands()
 
 
 def test_the_shared_parameters_are_those_of_any_worker(trained: Path, corpus: Path) -> None:
@@ -197,6 +240,7 @@ def test_the_evaluation_harness_measures_the_same(
         ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 4, 8, 12, 16"),
         ("export", "run/worker-0/step-00000008 --step 16", r"--step 16: .* step; it has 8"),
         ("generate", "run --temperature nan", r"--temperature nan: give"),
+        ("generate", f"run --seed {2**63}", r"--seed \d+: give a whole number from 0 to 2\^63"),
         (
             "generate",
             f"run --prompt {'zx' * 40}",

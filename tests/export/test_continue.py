@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.components.test_resume import run
-from tests.export.reading import build, load, read_weights, save, validation_of
+from tests.export.reading import BYTES, build, load, read_weights, save, validation_of
 from tests.processes import ProcessPool
 from tests.test_trainer import VALIDATION, curve, records, settings
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.data.tokenizer import build_tokenizer, train_tokenizer
 from torchtitan_diloco.export import __main__ as commands
 from torchtitan_diloco.export.hugging_face import (
     differing_settings,
@@ -43,12 +44,21 @@ def test_what_transformers_saves_in_parts_and_16_bits_is_read(tmp_path: Path) ->
     # Some models come in another form, too.
     save_file({"tok_embeddings.weight": torch.zeros(1)}, parts / "consolidated.safetensors")
     ours = build(PLAIN, seed=1)
-    load_initial_weights(ours, str(parts))
+    load_initial_weights(ours, str(parts), BYTES)
     state = theirs.state_dict()
     for name, names in transformers_names(ours).items():
         found = torch.cat([state[one].float() for one in names])
         assert torch.equal(ours.get_parameter(name), found), name
     assert weights_fingerprint(str(one)) != weights_fingerprint(str(parts))
+
+
+def test_weights_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    save(build(PLAIN), tmp_path)
+    merged, _ = train_tokenizer(["The quick brown fox. def f(x): return x"] * 9, 300)
+    (tmp_path / "other.json").write_text(merged)
+    other = build_tokenizer(str(tmp_path / "other.json"))
+    with pytest.raises(ValueError, match=r"has another tokenizer .* set --data.tokenizer /\S+json"):
+        load_initial_weights(build(PLAIN), str(tmp_path), other)
 
 
 def test_both_spellings_of_rotary_settings_are_written_and_read(tmp_path: Path) -> None:
@@ -129,7 +139,7 @@ def test_a_folder_that_does_not_fit_is_refused(
     save(build(PLAIN), tmp_path)
     damage(tmp_path)
     with pytest.raises(ValueError, match=rf'model.weights = ".*{message}'):
-        load_initial_weights(build(PLAIN), str(tmp_path))
+        load_initial_weights(build(PLAIN), str(tmp_path), BYTES)
 
 
 def test_a_run_continues_from_a_folder_of_transformers(text: Path, processes: ProcessPool) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tests.components.test_resume import assert_same
 from tests.conftest import REPOSITORY, save_tokenizer
-from tests.export.reading import LENGTH, ROWS, VOCABULARY, build, load, read_weights, save
+from tests.export.reading import BYTES, LENGTH, ROWS, VOCABULARY, build, load, read_weights, save
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.export.hugging_face import save_hugging_face
@@ -53,7 +53,7 @@ def test_it_is_a_plain_qwen3_or_llama_with_our_logits_to_the_bit(pair: Pair) -> 
     cast = load(folder, torch_dtype=torch.bfloat16)
     assert_same(load(rounded, torch_dtype="auto").state_dict(), cast.state_dict())
     again = Decoder(decoder.shape, ROWS)
-    load_initial_weights(again, str(folder))
+    load_initial_weights(again, str(folder), BYTES)
     assert torch.equal(again(tokens), decoder(tokens)), "what was exported is read again"
     is_tied = decoder.shape.tied_head
     assert ("lm_head.weight" not in read_weights(folder)) == is_tied, "stored once"

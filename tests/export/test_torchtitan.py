@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.components.test_resume import run
-from tests.export.reading import LENGTH, ROWS, build, read_weights
+from tests.export.reading import BYTES, LENGTH, ROWS, build, read_weights
 from tests.export.reading import save as save_for_transformers
 from tests.processes import ProcessPool
 from tests.test_trainer import records, settings
@@ -141,7 +141,7 @@ def test_logits_are_equal_there_and_back(config: Model, tmp_path: Path) -> None:
     write(tmp_path / "theirs", weights)
     ours = build(config)
     tokens = some_tokens()
-    load_initial_weights(ours, str(tmp_path / "theirs"))
+    load_initial_weights(ours, str(tmp_path / "theirs"), BYTES)
     expected = their_logits(weights, ours.shape, tokens)
     torch.testing.assert_close(ours(tokens), expected, rtol=1e-4, atol=1e-4)
 
@@ -159,7 +159,7 @@ def test_names_of_torchtitan_0_2_are_read(tmp_path: Path) -> None:
     for folder, names in ((tmp_path / "now", NAMES), (tmp_path / "before", OLD_NAMES)):
         write(folder, random_weights(LLAMA, names))
         models.append(build(LLAMA))
-        load_initial_weights(models[-1], str(folder))
+        load_initial_weights(models[-1], str(folder), BYTES)
     assert torch.equal(models[0](some_tokens()), models[1](some_tokens()))
 
 
@@ -267,7 +267,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     monkeypatch.chdir(tmp_path)
     damage(tmp_path)
     with pytest.raises(ValueError, match=rf'model.weights = ".*{message}') as caught:
-        load_initial_weights(build(config), str(tmp_path))
+        load_initial_weights(build(config), str(tmp_path), BYTES)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "hostile").exists(), "no code of the folder runs"
 

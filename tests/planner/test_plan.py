@@ -100,6 +100,27 @@ def test_the_traffic_of_islands_alone_if_they_are_set(capsys: pytest.CaptureFixt
     assert [*table][1:] == ["2 islands in a folder", "their syncer"]
 
 
+@pytest.mark.parametrize("islands", ["join s --islands.name a --islands.begin 4", "local 4"])
+def test_a_plan_has_as_many_workers_as_the_islands_that_begin(
+    capsys: pytest.CaptureFixture[str], islands: str
+) -> None:
+    text = output(capsys, *plan(*f"--islands.{islands}".split()))
+    assert "4 workers x 1 rank" in text
+    assert "4 islands in a " in text
+
+
+def test_tables_are_written_as_they_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "mixed.toml"
+    phases = '[{start = 0.8, mixture = {"data/c" = 1.0}}]'
+    words = ["--data.mixture", "data/web.v1=0.7 data/b=0.3", "--data.phases", phases]
+    output(capsys, *plan(*words, "--write", str(written)))
+    data = load_config(str(written)).data
+    assert data.mixture == {"data/web.v1": 0.7, "data/b": 0.3}
+    assert [(phase.start, phase.mixture) for phase in data.phases] == [(0.8, {"data/c": 1.0})]
+
+
 def test_nothing_halves_few_bits_in_few_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, *plan("--training.steps", "100"))
     assert "nothing in this ladder halves these bytes: " in text

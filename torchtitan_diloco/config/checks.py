@@ -145,6 +145,12 @@ def _data_mistakes(config: Config) -> Mistakes:
         named = next(name for name in data.corpora if name not in shared)
         reason = f'{WORKER_FIELD} in "{named}" is only replaced with data.shard_by = "own": set it'
         yield data.corpora_key, reason
+    if data.shard_by != "own" and WORKER_FIELD in data.validation_corpus:
+        reason = (
+            f'{WORKER_FIELD} is only replaced with data.shard_by = "own", as otherwise all workers '
+            "validate one text together: name one corpus"
+        )
+        yield "data.validation_corpus", reason
 
 
 def _mirror_mistakes(config: Config) -> Mistakes:

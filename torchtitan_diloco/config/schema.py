@@ -7,6 +7,7 @@ parts.py, or in `READ_WITH` of checks.py.
 """
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -422,8 +423,11 @@ class Config:
     @property
     def workers(self) -> int:
         """Workers that train together from the start, including those of other islands."""
-        if self.islands.join and self.islands.begin:
-            return self.islands.begin
+        islands = self.islands
+        if islands.local:
+            return islands.begin or islands.local
+        if islands.join and islands.begin:
+            return islands.begin
         return self.diloco.workers
 
     def worker_name(self, worker: int) -> str:
@@ -447,6 +451,19 @@ def portable(config: Config) -> Config:
     )
 
 
+BARE_KEY = "[A-Za-z0-9_-]+"
+"""Keys of TOML that need no quotes."""
+
+
 def format_value(value: Any) -> str:
-    """Format a value as TOML on one line. JSON is valid TOML here, except for the character DEL."""
+    """Format a value as TOML on one line. JSON of all but tables is valid TOML here, except for the
+    character DEL."""
+    if isinstance(value, dict):
+        entries = [
+            f"{key if re.fullmatch(BARE_KEY, key) else format_value(key)} = {format_value(entry)}"
+            for key, entry in value.items()
+        ]
+        return f"{{{', '.join(entries)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(format_value, value))}]"
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

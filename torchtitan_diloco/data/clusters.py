@@ -57,6 +57,12 @@ def write_clusters(folder: Path, tokenizer: Tokenizer, count: int) -> bool:
             read_or_begin_index(target, wanted)  # raises if they are of another corpus or number
         return False
     train = _Documents(tokens, tokenizer)
+    too_few = UserError(
+        f"{folder} has too few different documents ({len(train)} in all) for {count} clusters: use "
+        "a larger corpus, or fewer clusters"
+    )
+    if len(train) < count:
+        raise too_few
     assign = _learn(train, count)
     with contextlib.ExitStack() as stack:
         for target in targets:
@@ -80,10 +86,7 @@ def write_clusters(folder: Path, tokenizer: Tokenizer, count: int) -> bool:
             _write(documents, assign, writers)
         sizes = [target_index.splits["train"].tokens for target_index in indices]
         if not all(sizes):
-            raise UserError(
-                f"{folder} has too few different documents ({len(train)} in all) for {count} "
-                "clusters: use a larger corpus, or fewer clusters"
-            )
+            raise too_few
         for target in targets:
             if (target / STARTED_NAME).exists():
                 (target / STARTED_NAME).rename(target / INDEX_NAME)

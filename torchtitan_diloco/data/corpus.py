@@ -95,6 +95,9 @@ def find_corpus(
                 return corpus
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
+    except OSError as error:  # such as a name that is too long
+        reason = f"{error.strerror}: correct the path"
+        raise UserError(f"{key}: {spec[:80]!r} cannot be read: {reason}") from error
     folder = Path(spec).expanduser()
     if (folder / INDEX_NAME).exists():
         return folder

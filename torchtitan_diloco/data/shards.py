@@ -76,6 +76,15 @@ class Index(msgspec.Struct):
     corpus."""
 
 
+NEEDED_SETTINGS = {
+    "source": str,
+    "tokenizer": str,
+    "tokenizer_fingerprint": str,
+    "vocab_size": int,
+}
+"""What the settings of an index must have, as other programs may write one, and of which type."""
+
+
 def token_type(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
@@ -117,6 +126,13 @@ def read_index(path: Path) -> Index:
     if index.format_version != FORMAT_VERSION:
         has = f"has version {index.format_version} of the format instead of {FORMAT_VERSION}"
         raise UserError(f"{path} {has}; prepare the corpus again")
+    for key, kind in NEEDED_SETTINGS.items():
+        if not isinstance(index.settings.get(key), kind):
+            what = "a whole number" if kind is int else "a text"
+            value = index.settings.get(key)
+            raise UserError(f"{path}: settings.{key} is {value!r}: write {what} there")
+    for split in SPLITS:
+        index.splits.setdefault(split, SplitIndex())
     return index
 
 
@@ -309,9 +325,11 @@ def why_nothing_is_held_out(index: Index) -> str:
     whose = f"the {pieces:,} pieces of the text"
     if "cluster" in index.settings:  # whose documents have the numbers of those of the whole corpus
         whose = "the documents of this cluster"
-    elif pieces == 1:
+    elif pieces == 1 and not index.settings.get("max_tokens"):
         return "the text is a single piece: add text, or set data.validation_corpus"
-    share = index.settings["validation_fraction"]
+    share = index.settings.get("validation_fraction")
+    if share is None:  # of another program
+        return f"none of {whose} is held out: set data.validation_corpus"
     return (
         f"none of {whose} is held out: raise data.validation_fraction (of `prepare`: "
         f"--validation-fraction), which is {share:g}, or set data.validation_corpus"

@@ -1,6 +1,7 @@
 """Read a corpus in pieces of text: the standard library, files, or another source."""
 
 import argparse
+import codecs
 import glob
 import gzip
 import io
@@ -105,15 +106,16 @@ def standard_library(folder: Path) -> list[Path]:
 
 def text_kind(path: Path) -> str | None:
     """Return the suffix of a text file without that of compression, None for other files."""
-    suffix = path.with_suffix("").suffix if path.suffix == COMPRESSED_SUFFIX else path.suffix
-    return suffix if suffix in TEXT_SUFFIXES else None
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes[-1:] == [COMPRESSED_SUFFIX]:
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in TEXT_SUFFIXES else None
 
 
 def _find_files(pattern: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        inside = (file for file in path.rglob("*") if text_kind(file) and file.is_file())
-        files = sorted(file for file in inside if "/." not in f"/{file.relative_to(path)}")
+        files = sorted(file for file in _walk(path) if text_kind(file) and file.is_file())
     elif glob.has_magic(pattern) and not path.exists():
         names = glob.glob(str(path), recursive=True)  # noqa: PTH207  (Path.glob: relative only)
         files = sorted(Path(name) for name in names if not Path(name).is_dir())
@@ -126,8 +128,25 @@ def _find_files(pattern: str) -> list[Path]:
     return files
 
 
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and its folders, also in those that links lead to, except in
+    hidden ones."""
+    visited = set[Path]()
+    for inside, folders, names in os.walk(folder, followlinks=True):
+        place = Path(inside).resolve()
+        if place in visited:  # of a link to a folder above it, or to one that was read already
+            folders.clear()
+            continue
+        visited.add(place)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(inside, name) for name in names if not name.startswith("."))
+
+
 def _corpus_of_files(spec: str, paths: Iterable[Path], field: str) -> Corpus:
-    files = list(dict.fromkeys(paths))  # without duplicates
+    by_place = dict[Path, Path]()
+    for path in paths:  # without those that are named twice, however they are written
+        by_place.setdefault(path.resolve(), path)
+    files = list(by_place.values())
     for path in files:
         if not path.is_file():
             raise UserError(f"cannot read {path.absolute()}: no such regular file; check its path")
@@ -145,7 +164,7 @@ def _how(files: Sequence[Path], place: Place) -> str:
     if place == BEGINNING or place.file == len(files):
         return ""
     path = files[place.file]
-    unpacked = ", which is unpacked again" if path.suffix == COMPRESSED_SUFFIX else ""
+    unpacked = ", which is unpacked again" if path.suffix.lower() == COMPRESSED_SUFFIX else ""
     return f"reading continues at byte {place.offset:,} of {path}{unpacked}"
 
 
@@ -161,8 +180,10 @@ def _read_file(path: Path, field: str, *, start: Place, bytes_before: int) -> It
     """Yield the pieces of one file. Each line of `.jsonl` is a document, as is any other file."""
     try:
         with path.open("rb") as file:
-            packed = path.suffix == COMPRESSED_SUFFIX
+            packed = path.suffix.lower() == COMPRESSED_SUFFIX
             content = cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
+            if start.offset == 0 and content.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+                start = replace(start, offset=len(codecs.BOM_UTF8))
             content.seek(start.offset)
             if text_kind(path) == ".jsonl":
                 located = _read_lines(content, field, start=start, path=path)

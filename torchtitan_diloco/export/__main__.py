@@ -20,13 +20,13 @@ from torchtitan_diloco.base.process import run_and_exit
 from torchtitan_diloco.base.registry import add_imports_option
 from torchtitan_diloco.base.user import USER_ERROR, Parser, UserError, command_line
 from torchtitan_diloco.components.sampling import TEMPERATURE, encode_prompt
-from torchtitan_diloco.config import to_toml
+from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.schema import format_value
 from torchtitan_diloco.data.text import whole_number
 from torchtitan_diloco.distributed.world import pick_device
 from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, WEIGHTS_NAME, save_hugging_face
 from torchtitan_diloco.export.torchtitan import save_torchtitan
-from torchtitan_diloco.export.weights import SavedModel, open_saved
+from torchtitan_diloco.export.weights import PRODUCER, SETTINGS_NAME, SavedModel, open_saved
 from torchtitan_diloco.models.generation import generate
 from torchtitan_diloco.models.interface import parameter_counts
 
@@ -93,6 +93,8 @@ def print_texts(saved: SavedModel, options: argparse.Namespace) -> None:
     """Print the texts that a model writes after the prompts."""
     if not options.temperature >= 0:  # NaN, too
         raise UserError(f"--temperature {options.temperature}: give a number of at least 0")
+    if not 0 <= options.seed < 2**63:
+        raise UserError(f"--seed {options.seed}: give a whole number from 0 to 2^63 - 1")
     tokenizer = saved.tokenizer
     length = saved.config.training.sequence_length
     prompts = [
@@ -192,11 +194,12 @@ def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) ->
         run=replace(config.run, folder=""),
         training=replace(config.training, stop_after=0),
         model=replace(config.model, weights=""),
+        islands=Config().islands,
         checkpoint=replace(config.checkpoint, resume="auto"),
     )
     metadata = {
         "format": "pt",  # transformers refuses a file that does not name its framework
-        "producer": f"torchtitan_diloco {__version__}",
+        "producer": f"{PRODUCER} {__version__}",
         "step": str(saved.step),
         "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint}",
     }
@@ -205,7 +208,7 @@ def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) ->
         shutil.copyfile(tokenizer.file, folder / TOKENIZER_NAME)
         copied = str((folder / TOKENIZER_NAME).absolute())
         config = replace(config, data=replace(config.data, tokenizer=copied))
-    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    (folder / SETTINGS_NAME).write_text(to_toml(config), encoding="utf-8")
     save_file(tensors, folder / WEIGHTS_NAME, metadata)
 
 

@@ -6,9 +6,10 @@ run may have changed.
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export.dcp_folder import DATA_NAMES, is_dcp
 from torchtitan_diloco.export.hugging_face import (
     CONFIG_NAME,
+    TOKENIZER_NAME,
     differing_settings,
     settings_of_model,
     transformers_names,
@@ -50,9 +52,15 @@ from torchtitan_diloco.export.torchtitan import (
     torchtitan_names,
 )
 from torchtitan_diloco.models import build_model, vocabulary_rows
-from torchtitan_diloco.models.decoder import shape_of
+from torchtitan_diloco.models.decoder import SHAPES, Shape, resolve_shape, shape_of
 from torchtitan_diloco.models.interface import copy_shard
 
+EXAMPLE = "def f(x):\n    return 3.14159 * x  # Größe, 模型, été\nThe quick brown fox isn't lazy."
+"""Text that different tokenizers encode differently."""
+PRODUCER = "torchtitan_diloco"
+"""Who has written an export, in its metadata."""
+SETTINGS_NAME = "config.toml"
+"""Settings of the run beside an export for another run."""
 PART_BYTES = 1 << 20
 """Part of each file that is read for its fingerprint."""
 
@@ -168,13 +176,13 @@ TORCHTITAN = Layout(torchtitan_names, read=from_torchtitan, unused=(HEAD,))
 
 
 @torch.no_grad()
-def load_initial_weights(model: nn.Module, path: str) -> None:
+def load_initial_weights(model: nn.Module, path: str, tokenizer: Tokenizer) -> None:
     """Load this rank's shards of the initial parameters from `model.weights`.
 
     Reads one parameter at a time, so that no rank holds the whole model.
     """
     parameters = dict(model.named_parameters())
-    layout = check_weights(model, path)
+    layout = check_weights(model, path, tokenizer)
     parts = layout.names(model)
     with open_weights(path) as stored:
         there = {name: file.get_slice(name).get_shape() for name, file in stored.items()}
@@ -207,12 +215,13 @@ def _read(path: str, file: Any, name: str) -> Tensor:
     return value
 
 
-def check_weights(model: nn.Module, path: str) -> Layout:
-    """Return the layout of weights. Raise an error if they say that they are of another model, or
-    if there are none."""
+def check_weights(model: nn.Module, path: str, tokenizer: Tokenizer) -> Layout:
+    """Return the layout of weights. Raise an error if they say that they are of another model or
+    tokenizer, or if there are none."""
     weight_files(path)
     given = Path(path).expanduser()
-    file = (given if given.is_dir() else given.parent) / CONFIG_NAME
+    folder = given if given.is_dir() else given.parent
+    file = folder / CONFIG_NAME
     if is_dcp(given):
         layout = TORCHTITAN
         with open_weights(path) as stored:
@@ -222,8 +231,10 @@ def check_weights(model: nn.Module, path: str) -> Layout:
     elif file.is_file():
         layout = TRANSFORMERS
         differing = _differing_folder(model, path, file)
+        _check_tokenizer_file(folder / TOKENIZER_NAME, path, tokenizer)
     else:
-        return OWN
+        layout = OWN
+        differing = _differing_export(model, path, folder / SETTINGS_NAME, tokenizer)
     if differing:
         settings = " ".join(
             f"--model.{key} {json.dumps(value)}" for key, value in differing.items()
@@ -251,6 +262,56 @@ def _differing_checkpoint(
         raise UserError(f'model.weights = "{path}": {error}') from None
     mine = settings_of_model(model)
     return {key: value for key, value in there.items() if value != mine[key]}
+
+
+def _differing_export(
+    model: nn.Module, path: str, settings: Path, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Return the settings of [model] that differ in our own export, if this is one."""
+    metadata = _read_metadata(path)
+    if not metadata.get("producer", "").startswith(PRODUCER):
+        return {}
+    name, _, fingerprint = metadata.get("tokenizer", "").rpartition(" ")
+    if fingerprint not in ("", tokenizer.fingerprint):
+        raise UserError(
+            f'model.weights = "{path}" is of the tokenizer {name} ({fingerprint}), and '
+            f'data.tokenizer = "{tokenizer.name}" ({tokenizer.fingerprint}): set that one'
+        )
+    if not settings.is_file() or not isinstance(getattr(model, "shape", None), Shape):
+        return {}
+    chosen = parse_config(settings.read_text(encoding="utf-8"), str(settings)).model
+    if chosen.flavor not in SHAPES:
+        return {}
+    shape = resolve_shape(chosen)
+    there = asdict(shape) | {"kv_heads": shape.kv_heads or shape.heads}
+    mine = settings_of_model(model)
+    return {key: value for key, value in there.items() if value != mine[key]}
+
+
+def _read_metadata(path: str) -> dict[str, str]:
+    first = weight_files(path)[0]
+    try:
+        with safe_open(first, framework="pt") as opened:
+            return opened.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, first, error) from error
+
+
+def _check_tokenizer_file(file: Path, path: str, tokenizer: Tokenizer) -> None:
+    """Raise an error if a tokenizer.json beside weights encodes text otherwise. Files of one
+    tokenizer differ, and this may be one of tiktoken, so an example is compared."""
+    if not file.is_file():
+        return
+    try:
+        there = build_tokenizer(str(file))
+    except UserError as error:
+        logger.warning(f"{file} cannot be compared with data.tokenizer: {error}")
+        return
+    if there.encode(EXAMPLE).tolist() != tokenizer.encode(EXAMPLE).tolist():
+        raise UserError(
+            f'model.weights = "{path}" has another tokenizer than data.tokenizer = '
+            f'"{tokenizer.name}": set --data.tokenizer {shlex.quote(str(file))}'
+        )
 
 
 def _check_tied_head(model: nn.Module, path: str, stored: Mapping[str, Any]) -> None:

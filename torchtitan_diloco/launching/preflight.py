@@ -196,9 +196,10 @@ def _check_model(config: Config) -> None:
     from torchtitan_diloco.export.weights import check_weights
     from torchtitan_diloco.models import build_model, vocabulary_rows
 
-    rows = vocabulary_rows(config.model, build_tokenizer(config.data.tokenizer).vocab_size)
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    rows = vocabulary_rows(config.model, tokenizer.vocab_size)
     model = build_model(config.model, rows, config.training.sequence_length)
     if config.diloco.method != "none":
         build_fragments(model, config.diloco.fragments)
     if config.model.weights and not _goes_on(config):
-        check_weights(model, config.model.weights)
+        check_weights(model, config.model.weights, tokenizer)

@@ -218,7 +218,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     from torchtitan_diloco.models.interface import blocks_of  # imports torch
     from torchtitan_diloco.planner.ladder import climb, ladder_text
 
-    if config.diloco.workers == 1:
+    if config.workers == 1:
         raise UserError("diloco.workers = 1: there are no links; give --diloco.workers 2 or more")
     load = _workload(config)
     conditions = _conditions(options, load.workers)

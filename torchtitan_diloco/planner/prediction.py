@@ -275,7 +275,7 @@ class Workload:
     @staticmethod
     def of(config: Config, vocabulary: int) -> "Workload":
         """Return the workload of a configuration. `vocabulary`: rows of the embedding."""
-        workers = config.diloco.workers
+        workers = config.workers
         ranks = max(1, config.parallel.fsdp)
         model = build_model(config.model, vocabulary, config.training.sequence_length)
         counts = parameter_counts(model)
