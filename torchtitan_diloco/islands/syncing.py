@@ -388,16 +388,25 @@ class Term:
         while True:
             self._sleep(SWEEP_SECONDS)
             try:
-                names = set[str]()
-                for prefix in SWEPT:
-                    names |= {owner_of(entry.name) for entry in self._run.store.list(prefix)}
+                chunks = self._list_swept()
                 with self._lock:
-                    garbage = self.machine.garbage(sorted(names))
+                    garbage = self.machine.garbage(sorted(chunks))
                 for name in garbage:
-                    self._run.large.delete(name)
+                    self._run.large.delete(name, chunks[name])
                 self._run.store.tidy()
             except AwayError:
                 pass  # the store says so
+
+    def _list_swept(self) -> dict[str, list[str]]:
+        """Return the names of all objects among which garbage is looked for, with those of their
+        chunks, including chunks of objects that no writer has completed."""
+        chunks = dict[str, list[str]]()
+        for prefix in SWEPT:
+            for entry in self._run.store.list(prefix):
+                of_object = chunks.setdefault(owner_of(entry.name), [])
+                if owner_of(entry.name) != entry.name:
+                    of_object.append(entry.name)
+        return chunks
 
 
 def sync(
