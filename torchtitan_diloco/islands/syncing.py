@@ -151,14 +151,17 @@ class SyncerProcess:
         """Wait until no other syncer leads, and return the newest decision."""
         watch = StandBy(died=read_session(self._scratch))
         is_said = False
+        damage = ""
         while not self._stopping.is_set():
             try:
                 if self._run.drive(watch.watch(time.monotonic())):
                     break
             except CallFailedError:
                 pass  # the store says so
-            except MalformedError as error:
-                self._say(f"{self._run.location}: {error}")
+            except MalformedError as error:  # the next decision may be whole
+                if str(error) != damage:
+                    damage = str(error)
+                    self._say(f"{self._run.location}: {damage}; trying again")
             if watch.newest is not None and not is_said:
                 is_said = True
                 self._say(f"standing by: run {watch.newest.run} may have another syncer")
@@ -443,7 +446,7 @@ def _finish(run: Run, folders: Sequence[Path], say: Callable[[str], None]) -> No
     say(f"the run in {run.location} has ended, and all islands have read it")
     try:
         decision = run.newest()
-    except (AwayError, CallFailedError):
+    except (AwayError, CallFailedError, MalformedError):
         return  # kept for a syncer that goes on with the run
     if decision is not None and all(
         shared.outer is not None and shared.outer.version == shared.version
