@@ -28,9 +28,9 @@ from torchtitan_diloco.islands.tables import render
 from torchtitan_diloco.store import AwayError, DamagedObjectError, ListedObject, open_store
 
 REFRESH_SECONDS, LONGEST_PAUSE = 1.0, 0.1
-LISTEN_SECONDS = 2.5
+LISTEN_SECONDS = STALE_SECONDS + 0.5
 """Seconds to wait for a new decision if the clock of the store does not say that the newest one is
-new."""
+new. Without one, it is too old then, also if this machine's clock is behind that of the store."""
 COMMAND_PATIENCE = 5.0
 """Seconds for which a command repeats a call of the store that it needs."""
 NEWEST_BINS = 12
