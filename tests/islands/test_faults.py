@@ -1,24 +1,36 @@
 """Syncers and islands that are killed at any moment, and a store that is away."""
 
+import re
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from tests.diloco.toy import config
 from tests.islands.audit import audited
-from tests.islands.by_hand import newest, syncer
+from tests.islands.by_hand import newest, open_run, syncer
 from tests.islands.mortal import PATIENCE, Lives, decide, train
+from tests.islands.rules.desk import A
 from tests.islands.test_one_job import Versions, one_job
 from tests.islands.test_syncing import wait_for
 from tests.islands.trainees import SAMPLES, TOKENS, Trainee, trained
+from tests.islands.written_run import WrittenRun, reading
 from tests.processes import FORKS, ProcessPool
+from torchtitan_diloco.islands import link
+from torchtitan_diloco.islands.followers import SharedCopies
+from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.rules import fragment as rules
+from torchtitan_diloco.islands.rules.island import Island
+from torchtitan_diloco.islands.rules.names import run_name
+from torchtitan_diloco.islands.syncing import SyncerProcess
 
 PER_SAMPLE = TOKENS // SAMPLES
 
@@ -150,3 +162,49 @@ def test_islands_train_on_while_the_store_is_away(tmp_path: Path) -> None:
             assert torch.equal(state.outer, copy)
     assert audit.newest.session == before.session, "the syncer has stayed"
     assert audit.newest.ended
+
+
+def test_a_damaged_decision_is_waited_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An island, a standby and a reader say so, and go on with the next one."""
+    monkeypatch.setattr(link, "STILL_SECONDS", 0.05)
+    store = tmp_path / "store"
+    written = WrittenRun()
+    written.rounds(1)
+    written.write(store)
+    damaged = store / run_name(written.state.number)
+    damaged.write_bytes(b"?" + damaged.read_bytes()[1:])
+    says = f"{damaged.relative_to(store)} was altered: the checksum of its .* differs"
+    heard = list[int]()
+    machine = SimpleNamespace(
+        decision=None,
+        slot=None,
+        incarnation=A,
+        on_decision=lambda decision, _: heard.append(decision.number),
+        on_empty=pytest.fail,
+    )
+    said = list[str]()
+    with open_run(store) as run, reading(store) as reader, ThreadPoolExecutor(2) as pool:
+        island = Link(run, cast("Island", machine), cast("SharedCopies", None), [])
+        standby = SyncerProcess(run, tmp_path / "scratch", say=said.append)
+        pool.submit(island._guard, island._read)
+        standing_by = pool.submit(standby.run)
+        try:
+            wait_for(lambda: bool(said) and bool(caplog.messages))
+            found = reader.overview()
+            assert found["phase"] == "cannot be read"
+            assert re.fullmatch(rf"the newest decision is damaged \({says}\)", found["connection"])
+            written.rounds(1)
+            written.write(store)
+            wait_for(lambda: heard == [written.state.number] and len(said) == 2)
+            reader.read()
+            assert reader.overview()["connection"] == "ok"
+        finally:
+            island._closed.set()
+            standby.stop()
+        assert not standing_by.result()
+        island.check()
+    assert re.fullmatch(rf"{store}: {says}; trying again", caplog.messages[0])
+    assert re.fullmatch(rf"{store}: {says}; trying again", said[0])
+    assert said[1].startswith("standing by")

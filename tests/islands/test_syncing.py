@@ -302,6 +302,27 @@ class Machine:
         self.adopted.append(is_whole)
 
 
+def test_chunks_of_interrupted_writers_are_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no object. Those of an object that a later decision announces are under way."""
+    monkeypatch.setattr(syncing, "SWEEP_SECONDS", 0.2)
+    root = "0123456789abcdef"
+    with open_run(tmp_path / "store") as run:
+        pair = [HandIsland(run, name, config(8, delay=1)) for name in ("a", "b")]
+        with syncer(tmp_path / "store", tmp_path / "scratch"):
+            train(pair, 20, TOKENS)
+            left = [f"version/1-0-1.{root}.{number:05d}" for number in range(3)]
+            left += [f"found/b/1111-0.{root}.00000", f"copy/1-0-1.{root}.00000"]
+            later = f"version/{10**6}-0-1.{root}.00000"
+            for name in (*left, later):
+                run.store.create(name, b"chunk")
+            wait_for(lambda: all(run.store.get(name) is None for name in left))
+            assert run.store.get(later) is not None
+            train(pair, 40, TOKENS)
+    assert newest(tmp_path / "store").fragments[0].version > 3
+
+
 def test_a_part_that_cannot_be_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,7 @@ def test_the_syncer_outlasts_an_island_that_fails_while_the_store_is_away(
     assert said == []
     refuse(AwayError("it does not answer"))
     beside.outlast(2)
-    assert "cannot be reached, and may not have ended: its syncer goes on here" in said[0]
+    assert "cannot be read, and may not have ended: its syncer goes on here" in said[0]
 
 
 def test_the_login_of_a_site_cannot_decide(

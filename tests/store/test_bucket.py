@@ -2,6 +2,9 @@
 
 import logging
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from torchtitan_diloco.store import (
     open_store,
 )
 from torchtitan_diloco.store.bucket import Bucket
+from torchtitan_diloco.store.errors import PassingError
 from torchtitan_diloco.store.store import seal
 
 
@@ -66,6 +70,95 @@ def test_a_bucket_that_is_busy(bucket: Place, caplog: pytest.LogCaptureFixture) 
     assert not store.create("a", b"2")
     assert [one.name for one in store.list("")] == ["a"]
     assert any("SlowDown: Reduce your request rate" in one for one in caplog.messages)
+
+
+class Answers:
+    """A bucket that gives the same answer to all requests."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.code = ""
+        self.bucket: Bucket
+
+    def expect(self, status: int, code: str, error: type[Exception], says: str = ".") -> None:
+        """Check what each verb raises."""
+        self.status, self.code = status, code
+        for verb, call in (
+            ("create", lambda: self.bucket.create("a", seal(b"1"), large=False, durable=True)),
+            ("replace", lambda: self.bucket.replace("a", seal(b"1"), large=False, durable=True)),
+            ("get", lambda: self.bucket.get("a", large=False)),
+            ("list", lambda: self.bucket.list("", "", None)),
+            ("delete", lambda: self.bucket.delete("a")),
+        ):
+            with pytest.raises(Exception, match=says) as raised:
+                call()
+            assert type(raised.value) is error, (verb, raised.value)
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
+    pytest.importorskip("obstore", reason="needs obstore")
+    found = Answers()
+
+    class Handler(BaseHTTPRequestHandler):
+        def reply(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            text = f"<Error><Code>{found.code}</Code></Error>" if found.code else ""
+            self.send_response(found.status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_GET = do_PUT = do_DELETE = reply
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for key, value in bucket_environment(server.server_address[1]).items():
+        monkeypatch.setenv(key, value)
+    found.bucket = Bucket("s3://run/x")
+    yield found
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error"),
+    [
+        *((status, "", PassingError) for status in (408, 425, 429, 500, 502, 503, 504)),
+        *((status, "", PassingError) for status in (505, 520, 522, 524, 599)),
+        *((409, code, PassingError) for code in ("OperationAborted", "Conflict", "")),
+        *((400, code, PassingError) for code in ("RequestTimeout", "IncompleteBody")),
+        *((400, code, PassingError) for code in ("OperationAborted", "SlowDown")),
+        *((400, code, PassingError) for code in ("Throttling", "ThrottlingException")),
+        (403, "RequestThrottled", PassingError),
+        (400, "InvalidArgument", StoreError),
+        (400, "TimeoutIsNotValid", StoreError),
+        (403, "AccessDenied", RefusedError),
+        (501, "NotImplemented", RefusedError),
+        (507, "", FullError),
+    ],
+)
+def test_what_may_pass_is_told_from_what_stays(
+    answers: Answers, status: int, code: str, error: type[Exception]
+) -> None:
+    """A link that is cut in a chunk, and a server that is busy, end no island."""
+    answers.expect(status, code, error)
+
+
+def test_another_region_is_named(answers: Answers) -> None:
+    """Another attempt would be redirected again."""
+    answers.expect(301, "PermanentRedirect", RefusedError, "another region .* set AWS_REGION")
+
+
+def test_a_clock_may_be_wrong_for_some_time(answers: Answers) -> None:
+    """That of a machine that was paused is set again, and one at the start may stay wrong."""
+    answers.expect(403, "RequestTimeTooSkewed", RefusedError, "s3://run/x: .* set the clock")
+    answers.status, answers.code = 404, "NoSuchKey"
+    assert answers.bucket.get("a", large=False) is None
+    answers.expect(403, "RequestTimeTooSkewed", PassingError, "set the clock")
 
 
 def test_files_of_others_are_no_objects(bucket: Place) -> None:

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -435,10 +436,41 @@ def test_a_transfer_is_resumed(place: Place, store: Store, monkeypatch: pytest.M
         assert large.get(name, len(content)) is None
         with monkeypatch.context() as patch:
             patch.setattr(Store, "create", note_and_create)
-            assert large.create(name, content, resume=True)
+            assert large.create(name, content)
         assert fetch(large, name, len(content)) == content
     assert len(sent) == 11, "each chunk was sent once, and the head"
     assert len(set(sent)) == 11
+
+
+@pytest.mark.parametrize("size", [999, 3500])
+def test_nothing_is_listed_without_a_reason(
+    place: Place, store: Store, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """A bucket lists all that is beside an object. A writer need not read what it deletes."""
+    first, second, third = (f"{place.own}{letter}" for letter in "abc")
+    delete = store.delete
+    calls = list[str]()
+
+    def break_off(name: str) -> None:
+        calls.append(name)
+        if len(calls) == 2:
+            raise AwayError("the link is cut")
+        delete(name)
+
+    with LargeObjects(store, 1, chunk_bytes=1000) as large, monkeypatch.context() as patch:
+        patch.setattr(store, "list", pytest.fail)
+        assert large.create(first, bytes(size))
+        assert large.create(second, bytes(size))
+        with LargeObjects(store, 1, chunk_bytes=1000) as other:
+            patch.setattr(store, "delete", break_off)
+            for name in (first, second, second):
+                with suppress(AwayError):  # after the object, or before the second one
+                    other.delete(name)
+            other.delete(first)
+        assert large.create(third, bytes(size))
+        patch.setattr(store, "get", pytest.fail)
+        large.delete(third)
+    assert store.list(place.own) == []
 
 
 def test_a_killed_upload_is_resumed(place: Place, store: Store) -> None:

@@ -126,6 +126,28 @@ def test_the_clock_of_the_store_says_how_old_a_temporary_file_is(
     assert not path.exists()
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EPERM, errno.EACCES])
+def test_a_temporary_file_that_cannot_be_deleted_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It ends no syncer, prevents no start, and the others are deleted all the same."""
+    unlink = Path.unlink
+    left = [tmp_path / folder / ".a.1234.tmp" for folder in ("a", "b", "c")]
+    for path in left:
+        path.parent.mkdir()
+        path.write_text("")
+        os.utime(path, (0, 0))
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == left[1]:
+            raise OSError(number, os.strerror(number), str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    open_store(tmp_path).tidy()
+    assert [path.exists() for path in left] == [False, True, False]
+
+
 @pytest.fixture
 def flushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the descriptors that are flushed."""

@@ -52,14 +52,14 @@ class SyncerBeside:
         is_known = True
         try:
             decision = self._newest()
-        except (AwayError, CallFailedError):
+        except (AwayError, CallFailedError, MalformedError):
             is_known = False  # there may be a run, whose islands need the syncer
-        except (MalformedError, StoreError):
+        except StoreError:
             pass
         if decision is None and is_known and code:
             return
         if decision is None or not decision.ended:
-            state = "has not ended" if is_known else "cannot be reached, and may not have ended"
+            state = "has not ended" if is_known else "cannot be read, and may not have ended"
             self._say(
                 f"the run in {self._location} {state}: its syncer goes on here until it has; "
                 "Ctrl-C ends it, and then another one is needed to merge what islands send"

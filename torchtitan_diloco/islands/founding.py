@@ -195,7 +195,6 @@ def store_copies(run: Run, incarnation: str, copies: SharedCopies) -> bool:
         run.large.create(
             founding_name(incarnation, number),
             memory_of(encode(copies.gather(number), Header())),
-            resume=True,
         )
         for number in range(len(copies))
     )

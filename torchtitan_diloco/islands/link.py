@@ -435,7 +435,7 @@ class Link:
                 content = memory_of(payload)
                 size = len(content)
                 # After a power cut, the syncer may refuse it, and its work is sent again.
-                create = partial(self.run.large.create, name, content, resume=True, durable=False)
+                create = partial(self.run.large.create, name, content, durable=False)
                 with self.transfers.upload(part.fragment, size):
                     while not self._try(create):
                         self._sleep(AGAIN_SECONDS)

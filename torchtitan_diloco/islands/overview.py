@@ -117,7 +117,7 @@ def _about(view: View) -> dict[str, Any]:
 def _phase(view: View) -> str:
     decision = view.decision
     if decision is None:
-        return "nothing has been written yet"
+        return "cannot be read" if view.problem else "nothing has been written yet"
     if decision.ended:
         return "ended"
     if decision.stopped:

@@ -28,9 +28,9 @@ from torchtitan_diloco.islands.tables import render
 from torchtitan_diloco.store import AwayError, DamagedObjectError, ListedObject, open_store
 
 REFRESH_SECONDS, LONGEST_PAUSE = 1.0, 0.1
-LISTEN_SECONDS = 2.5
+LISTEN_SECONDS = STALE_SECONDS + 0.5
 """Seconds to wait for a new decision if the clock of the store does not say that the newest one is
-new."""
+new. Without one, it is too old then, also if this machine's clock is behind that of the store."""
 COMMAND_PATIENCE = 5.0
 """Seconds for which a command repeats a call of the store that it needs."""
 NEWEST_BINS = 12
@@ -62,6 +62,8 @@ class Reader:
         self._closed = set[int]()
         """Fragments whose round was seen closed."""
         self._away_since: float | None = None
+        self._damage = ""
+        """Why a decision cannot be read that may be newer than `decision`."""
 
     def read(self) -> None:
         """Read what is new. Raise an AwayError if the store cannot be read."""
@@ -90,6 +92,8 @@ class Reader:
         problem = ""
         if self._away_since is not None:
             problem = f"cannot be reached since {now - self._away_since:.0f} s"
+        elif self._damage:
+            problem = f"the newest decision is damaged ({self._damage})"
         if decision is None:
             return View(problem=problem)
         bins = [one for _, one in sorted(self._bins.items()) if one is not None]
@@ -123,20 +127,25 @@ class Reader:
     # --- objects ----------------------------------------------------------------------------------
 
     def _read_decision(self) -> None:
-        with suppress(MalformedError):
+        try:
             decision = self._decisions.next()
-            if decision is None:
-                return
-            is_first = self.decision is None
-            self.decision, self._read_at = decision, time.monotonic()
-            # Another clock may be wrong: a decision that was not there a moment before is new.
-            self._age = self._stored_age(decision.number) if is_first else 0.01
-            for number, shared in enumerate(decision.fragments):
-                if not shared.is_open:
-                    self._closed.add(number)
-                    self._opened.pop(number, None)
-                elif number in self._closed:
-                    self._opened.setdefault(number, time.monotonic())
+        except MalformedError as error:
+            self._damage = str(error)
+            return
+        if decision is None:
+            return
+        self._damage = ""
+        is_first = self.decision is None
+        self.decision = decision
+        self._read_at = time.monotonic()
+        # Another clock may be wrong: a decision that was not there a moment before is new.
+        self._age = self._stored_age(decision.number) if is_first else 0.01
+        for number, shared in enumerate(decision.fragments):
+            if not shared.is_open:
+                self._closed.add(number)
+                self._opened.pop(number, None)
+            elif number in self._closed:
+                self._opened.setdefault(number, time.monotonic())
 
     def _stored_age(self, number: int) -> float:
         """Return the age of a decision, by the clock of the store."""

@@ -17,8 +17,9 @@ from torchtitan_diloco.islands.rules.commit import (
     Reader,
 )
 from torchtitan_diloco.islands.rules.decision import Decision, decode_decision
+from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.names import RUN, run_number
-from torchtitan_diloco.store import AwayError, FullError, LargeObjects, Store
+from torchtitan_diloco.store import AwayError, DamagedObjectError, FullError, LargeObjects, Store
 
 STREAMS = 8
 """Default number of chunks of large objects that are in flight at a time."""
@@ -50,8 +51,8 @@ class Run:
     ) -> Result:
         """Make the calls that a generator of the rules yields, and return its result.
 
-        Raise a CallFailedError if a call failed that the generator does not repeat, and an error
-        for users if the store refuses one.
+        Raise a CallFailedError if a call failed that the generator does not repeat, a
+        MalformedError for damaged bytes, and an error for users if the store refuses a call.
         """
         try:
             call = next(calls)
@@ -74,7 +75,11 @@ class Run:
             case Create():
                 return self.brief.create(call.name, call.content)
             case Get():
-                found = self.brief.get(call.name)
+                try:
+                    found = self.brief.get(call.name)
+                except DamagedObjectError as error:
+                    reason = str(error).removeprefix(f"{self.location}: ")
+                    raise MalformedError(reason) from error
                 return None if found is None else found.content
             case List():
                 return [entry.name for entry in self.brief.list(call.prefix, call.after)]

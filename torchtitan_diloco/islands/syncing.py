@@ -151,14 +151,17 @@ class SyncerProcess:
         """Wait until no other syncer leads, and return the newest decision."""
         watch = StandBy(died=read_session(self._scratch))
         is_said = False
+        damage = ""
         while not self._stopping.is_set():
             try:
                 if self._run.drive(watch.watch(time.monotonic())):
                     break
             except CallFailedError:
                 pass  # the store says so
-            except MalformedError as error:
-                self._say(f"{self._run.location}: {error}")
+            except MalformedError as error:  # the next decision may be whole
+                if str(error) != damage:
+                    damage = str(error)
+                    self._say(f"{self._run.location}: {damage}; trying again")
             if watch.newest is not None and not is_said:
                 is_said = True
                 self._say(f"standing by: run {watch.newest.run} may have another syncer")
@@ -388,16 +391,25 @@ class Term:
         while True:
             self._sleep(SWEEP_SECONDS)
             try:
-                names = set[str]()
-                for prefix in SWEPT:
-                    names |= {owner_of(entry.name) for entry in self._run.store.list(prefix)}
+                chunks = self._list_swept()
                 with self._lock:
-                    garbage = self.machine.garbage(sorted(names))
+                    garbage = self.machine.garbage(sorted(chunks))
                 for name in garbage:
-                    self._run.large.delete(name)
+                    self._run.large.delete(name, chunks[name])
                 self._run.store.tidy()
             except AwayError:
                 pass  # the store says so
+
+    def _list_swept(self) -> dict[str, list[str]]:
+        """Return the names of all objects among which garbage is looked for, with those of their
+        chunks, including chunks of objects that no writer has completed."""
+        chunks = dict[str, list[str]]()
+        for prefix in SWEPT:
+            for entry in self._run.store.list(prefix):
+                of_object = chunks.setdefault(owner_of(entry.name), [])
+                if owner_of(entry.name) != entry.name:
+                    of_object.append(entry.name)
+        return chunks
 
 
 def sync(
@@ -434,7 +446,7 @@ def _finish(run: Run, folders: Sequence[Path], say: Callable[[str], None]) -> No
     say(f"the run in {run.location} has ended, and all islands have read it")
     try:
         decision = run.newest()
-    except (AwayError, CallFailedError):
+    except (AwayError, CallFailedError, MalformedError):
         return  # kept for a syncer that goes on with the run
     if decision is not None and all(
         shared.outer is not None and shared.outer.version == shared.version

@@ -398,7 +398,7 @@ class TransferTasks:
     def upload(self, job: Upload) -> None:
         stored = job.stored
         content = self._fragments.content_of(stored)
-        create = partial(self._run.large.create, stored.name, content, resume=True)
+        create = partial(self._run.large.create, stored.name, content)
         if not patiently(self._run, create, self._sleep):
             self._supersede()
             return

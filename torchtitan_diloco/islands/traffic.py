@@ -26,9 +26,8 @@ from torchtitan_diloco.store.large import CHUNK_BYTES
 
 DECISIONS_OF_ROUND = 3
 """A round is opened, closed and published, each by a decision."""
-WRITES_OF_DECISION = 3
-"""A decision is created, the ones after it are listed, and so are the chunks of an old one, which
-it does not have, before that is deleted."""
+WRITES_OF_DECISION = 2
+"""A decision is created, and the ones after it are listed. Old ones are deleted by the sweep."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,9 @@ class Meeting:
         return usage
 
     def _of_part_and_version(self, values: int) -> Usage:
-        """An island stores and deletes a part, and reads a version, which are of the same size."""
+        """An island stores a part, and reads a version, which are of the same size."""
         size = self.message_bytes(values)
-        return _stored(size).plus(_deleted()).plus(_fetched(size))
+        return _stored(size).plus(_fetched(size))
 
     @property
     def _island_polls(self) -> Usage:
@@ -95,15 +94,14 @@ class Meeting:
         return usage
 
     def _of_merge(self, values: int) -> Usage:
-        """The syncer reads a part of each island, stores a version and deletes an old one."""
+        """The syncer reads a part of each island, and stores a version."""
         size = self.message_bytes(values)
-        return _fetched(size).times(self.islands).plus(_stored(size)).plus(_deleted())
+        return _fetched(size).times(self.islands).plus(_stored(size))
 
     def _of_copy(self, values: int) -> Usage:
-        """The syncer stores a copy and the state of the outer optimizer, and deletes old ones."""
+        """The syncer stores a copy and the state of the outer optimizer."""
         slots = len(self.config.outer_optimizer.rule.slots)
-        copy = _stored(_copy_bytes(values)).plus(_deleted())
-        return copy.plus(_stored(_copy_bytes((1 + slots) * values))).plus(_deleted())
+        return _stored(_copy_bytes(values)).plus(_stored(_copy_bytes((1 + slots) * values)))
 
     @property
     def _syncer_polls(self) -> Usage:
@@ -157,17 +155,12 @@ def _copy_bytes(values: int) -> int:
 
 
 def _stored(size: int) -> Usage:
-    """Return the usage of a process that stores a content. One in chunks is first listed, as parts
-    of it may be stored already, and its description is another object."""
+    """Return the usage of a process that stores a content. The description of one in chunks is
+    another object."""
     chunks = math.ceil(size / CHUNK_BYTES)
-    return Usage(sent=size, writes=1 if size < CHUNK_BYTES else chunks + 2)
+    return Usage(sent=size, writes=1 if size < CHUNK_BYTES else chunks + 1)
 
 
 def _fetched(size: int) -> Usage:
     chunks = math.ceil(size / CHUNK_BYTES)
     return Usage(received=size, reads=1 if size < CHUNK_BYTES else chunks + 1)
-
-
-def _deleted() -> Usage:
-    """Return the usage of a process that deletes a content, whose chunks it lists."""
-    return Usage(writes=1)

@@ -28,8 +28,8 @@ Failures
     Temporary failures, such as a server that restarts, are retried for `patience` seconds, and
     logged; then AwayError is raised. `with_patience` gives a thread that must go on a shorter one.
     Other failures raise at once: FullError for a full disk or quota; RefusedError for all that
-    another attempt would also meet, such as a wrong login, a missing bucket or a wrong clock. Each
-    error is one line for users.
+    another attempt would also meet, such as a wrong login, a missing bucket or, at first, a wrong
+    clock. Each error is one line for users.
 
 Nothing here depends on the meaning of the objects.
 """

@@ -1,6 +1,8 @@
 """A bucket as a store: S3, GCS, Azure, and services with their protocols, through obstore."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -47,7 +49,14 @@ WRONG_LOGIN = (
 NO_LOGIN = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 """Endpoints that provide credentials if none are given."""
 FULL = ("QuotaExceeded", "StorageFull")
-PASSING = {408, 425, 429, 500, 502, 503, 504}
+PASSING = {408, 409, 425, 429}
+"""Statuses of which another attempt may get a better one, as of all from 500 on."""
+PASSING_CODES = re.compile(
+    r"<Code>(?:RequestTimeout|IncompleteBody|OperationAborted|SlowDown|\w*Throttl\w*)</Code>"
+)
+"""The same with statuses that are otherwise final, such as 400 after a link that was cut."""
+OTHER_REGION = ("incorrectly configured region",)
+"""What obstore says of a redirect without an address."""
 LOGIN_REMEDY = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
     "gs": "set GOOGLE_SERVICE_ACCOUNT to the path of a key",
@@ -67,6 +76,8 @@ class Bucket(Backend):
         """`join`: server and login, otherwise those of the environment."""
         self._scheme = location.partition("://")[0]
         self._join = join
+        self._has_worked = False
+        """Whether a call has succeeded: the clock of this machine was right."""
         options: dict[str, Any] = {
             "timeout": f"{ATTEMPT_SECONDS}s",
             "connect_timeout": f"{SILENCE_SECONDS}s",
@@ -109,24 +120,21 @@ class Bucket(Backend):
             raise RefusedError(f"{self.location}: {reason}; {self._login_remedy}") from error
 
     def create(self, name: str, content: Sealed, *, large: bool, durable: bool) -> bool:  # noqa: ARG002
-        try:
-            obstore.put(self._chosen(large), name, content.whole, mode="create")
-        except AlreadyExistsError:
-            stored = self.get(name, large=large)
-            if stored is None:  # deleted meanwhile, or another writer is about to create it
-                raise PassingError("another writer is writing it") from None
-            return stored.sealed == content
-        except NotImplementedError as error:
-            raise self._without_conditions() from error
-        except (BaseError, OSError) as error:
-            raise self._explained("create", name, error) from error
-        return True
+        with self._explain("create", name):
+            try:
+                obstore.put(self._chosen(large), name, content.whole, mode="create")
+            except AlreadyExistsError:
+                stored = self.get(name, large=large)
+                if stored is None:  # deleted meanwhile, or another writer is about to create it
+                    raise PassingError("another writer is writing it") from None
+                return stored.sealed == content
+            except NotImplementedError as error:
+                raise self._without_conditions() from error
+            return True
 
     def replace(self, name: str, content: Sealed, *, large: bool, durable: bool) -> None:  # noqa: ARG002
-        try:
+        with self._explain("replace", name):
             obstore.put(self._chosen(large), name, content.whole, use_multipart=False)
-        except (BaseError, OSError) as error:
-            raise self._explained("replace", name, error) from error
 
     def get(
         self,
@@ -136,8 +144,13 @@ class Bucket(Backend):
         most: int = MOST_RAW_BYTES,
         into: memoryview | None = None,
     ) -> Raw | None:
-        try:
-            answer = obstore.get(self._chosen(large), name)
+        with self._explain("get", name):
+            try:
+                answer = obstore.get(self._chosen(large), name)
+            except FileNotFoundError as error:
+                if self._is_bucket_missing(error):
+                    raise
+                return None
             if (size := answer.meta["size"]) > most:
                 raise too_large(self.location, name, size, most)
             modified = answer.meta["last_modified"].timestamp()
@@ -147,19 +160,13 @@ class Bucket(Backend):
             view = memoryview(stored)
             into[:] = view[:-SEAL_BYTES]
             return Raw(Sealed(into, bytes(view[-SEAL_BYTES:])), modified)
-        except FileNotFoundError as error:
-            if _says(error, NO_BUCKET) or self._is_other_server(str(error)):
-                raise self._explained("get", name, error) from error
-            return None
-        except (BaseError, OSError) as error:
-            raise self._explained("get", name, error) from error
 
     def list(self, prefix: str, after: str, most: int | None) -> list[Listed]:
         # A bucket lists whole segments, and servers disagree about the order of "a.b" and "a/b":
         # what is wanted is chosen here.
         folder = prefix.rpartition("/")[0]
         objects = list[Listed]()
-        try:
+        with self._explain("list", prefix):
             for page in obstore.list(self._small, folder or None, chunk_size=PAGE):
                 objects += (
                     Listed(
@@ -173,18 +180,15 @@ class Bucket(Backend):
                 )
                 if most is not None and len(objects) >= most:
                     break
-        except (BaseError, OSError) as error:
-            raise self._explained("list", prefix, error) from error
         return sorted(objects[:most])
 
     def delete(self, name: str) -> None:
-        try:
-            obstore.delete(self._small, name)
-        except FileNotFoundError as error:
-            if _says(error, NO_BUCKET) or self._is_other_server(str(error)):
-                raise self._explained("delete", name, error) from error
-        except (BaseError, OSError) as error:
-            raise self._explained("delete", name, error) from error
+        with self._explain("delete", name):
+            try:
+                obstore.delete(self._small, name)
+            except FileNotFoundError as error:
+                if self._is_bucket_missing(error):
+                    raise
 
     def _chosen(self, large: bool) -> "ObjectStore":
         return self._large if large else self._small
@@ -197,6 +201,24 @@ class Bucket(Backend):
             return f"{self._join.path} is not valid here: use the newest join file of this site"
         return LOGIN_REMEDY[self._scheme]
 
+    @property
+    def _region_remedy(self) -> str:
+        if self._join is not None:
+            return f"correct `region` in {self._join.path}"
+        return "set AWS_REGION to that of the bucket"
+
+    @contextmanager
+    def _explain(self, verb: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (BaseError, OSError) as error:
+            raise self._explained(verb, name, error) from error
+        self._has_worked = True
+
+    def _is_bucket_missing(self, error: FileNotFoundError) -> bool:
+        """Return whether it is not the object alone that was not found."""
+        return _says(error, NO_BUCKET) or self._is_other_server(str(error))
+
     def _explained(self, verb: str, name: str, error: Exception) -> Exception:
         text, _, debug = str(error).partition("\n\nDebug source:")
         match = _STATUS.search(text)
@@ -208,17 +230,20 @@ class Bucket(Backend):
                 f"{self.location}: there is no such bucket ({said}); create it, "
                 "or check its name, region and endpoint"
             )
-        if _says(error, WRONG_CLOCK):
+        if _says(error, OTHER_REGION):
             return RefusedError(
-                f"{self.location}: the clock of this machine differs too much from "
-                f"that of the bucket ({said}); set the clock, for example with NTP"
+                f"{self.location}: the bucket is in another region ({said}); {self._region_remedy}"
             )
+        if _says(error, WRONG_CLOCK):
+            return self._about_clock(said)
         if _says(error, NO_LOGIN):
             return RefusedError(f"{self.location}: no credentials were found; {self._login_remedy}")
         if status == 401 or _says(error, WRONG_LOGIN):
             return RefusedError(
                 f"{self.location}: the credentials were refused ({said}); {self._login_remedy}"
             )
+        if PASSING_CODES.search(text):
+            return PassingError(f"status {status}: {said}")
         if self._is_other_server(text):
             return RefusedError(
                 f"{self.location}: the server there does not speak S3 (status {status}: {said}); "
@@ -235,7 +260,7 @@ class Bucket(Backend):
             return self._without_conditions()
         if not status:
             return self._unreached(said, debug)
-        if status in PASSING:
+        if status in PASSING or status >= 500:
             return PassingError(f"status {status}: {said}")
         return StoreError(f"{self.location}: cannot {verb} {name}: {said} (status {status})")
 
@@ -257,6 +282,17 @@ class Bucket(Backend):
             return PassingError("no answer")
         cause = _CAUSE.search(debug)
         return PassingError(cause[1] if cause else said)
+
+    def _about_clock(self, said: str) -> Exception:
+        """Return an error about a wrong clock. That of a machine that was paused becomes right
+        again, and one that was wrong from the start may not."""
+        reason = (
+            f"the clock of this machine differs too much from that of the bucket ({said}); "
+            "set the clock, for example with NTP"
+        )
+        if self._has_worked:
+            return PassingError(reason)
+        return RefusedError(f"{self.location}: {reason}")
 
     def _about_certificate(self, reason: str) -> str:
         if reason.startswith(("Expired", "NotValidYet")):

@@ -147,15 +147,14 @@ class Folder(Backend):
 
     def tidy(self, now: float) -> None:
         """Delete temporary files that are old."""
-        with self._explain():
-            for folder, _, names in os.walk(self.path):
-                for name in names:
-                    path = Path(folder, name)
-                    if not (name.startswith(".") and name.endswith(TEMPORARY)):
-                        continue
-                    with suppress(FileNotFoundError):
-                        if now - path.stat().st_mtime > STALE_SECONDS:
-                            path.unlink()
+        for folder, _, names in os.walk(self.path):  # which leaves out what it cannot list
+            for name in names:
+                path = Path(folder, name)
+                if not (name.startswith(".") and name.endswith(TEMPORARY)):
+                    continue
+                with suppress(OSError):  # such as that of another user
+                    if now - path.stat().st_mtime > STALE_SECONDS:
+                        path.unlink()
 
     # --- files ------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 A content below `MOST_BYTES` is one object. For a larger one, the chunks `NAME.ROOT.00000` and so on
 are stored first, and then the object NAME, which contains the number of bytes and chunks. ROOT is a
 checksum of all chunks: two writers of the same name have separate chunks, and the object NAME
-decides whose content it is. `resume` continues an interrupted attempt.
+decides whose content it is. What an interrupted writer has left is below the name of its object:
+who lists a folder of the store finds it there (`owner_of`), and no single call looks for it.
 """
 
 import hashlib
@@ -11,8 +12,9 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Annotated, TypeVar, overload
@@ -34,6 +36,8 @@ MOST_CHUNKS = 100_000
 """Maximum number of chunks, whose names a reader keeps in memory and which have five digits."""
 QUICK_SECONDS = 10.0
 """Seconds for a chunk up to which the link has room for more at a time. An attempt has a minute."""
+MOST_KNOWN = 10_000
+"""Maximum number of objects whose chunks a process knows without reading."""
 _CHUNK = re.compile(r"\.[0-9a-f]{16}\.[0-9]{5}$")
 
 
@@ -46,6 +50,10 @@ class _Head(msgspec.Struct, forbid_unknown_fields=True):
 
     def names(self, name: str) -> list[str]:
         return chunk_names(name, self.root, -(-self.size // self.chunk_bytes))
+
+
+_NO_CHUNKS = _Head(size=0, chunk_bytes=1, root="")
+"""What is known of an object that is its own content."""
 
 
 class LargeObjects:
@@ -63,6 +71,7 @@ class LargeObjects:
         """Time of `time.monotonic` at which a chunk was last stored."""
         self.in_flight_bytes = streams * chunk_bytes
         """Maximum number of bytes of chunks that are stored at a time."""
+        self._known = _Known()
         self._up = _Turns(streams)
         self._down = _Turns(streams)
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="store")
@@ -72,12 +81,14 @@ class LargeObjects:
     ) -> bool:
         """Store an object that does not exist, and return whether it holds this content now.
 
-        `resume`: first list the chunks that an earlier attempt has stored, and send only the
-        others. `durable`: whether it must survive a power cut once this returns.
+        After an attempt of this process has failed, the chunks that it has stored are listed, and
+        only the others are sent. `resume`: also after one of an earlier process. `durable`: whether
+        it must survive a power cut once this returns.
         """
         view = memoryview(content).cast("B")
         if len(view) < self._chunk_bytes:
-            return self._store.create(name, b"".join((_WHOLE, view)), durable=durable)
+            self._known.note(name, _NO_CHUNKS)
+            return self._create_head(name, b"".join((_WHOLE, view)), durable=durable)
         if len(view) > MOST_CHUNKS * self._chunk_bytes:
             raise StoreError(f"{name}: its {len(view)} bytes do not fit into {MOST_CHUNKS} chunks")
         pieces = [
@@ -85,10 +96,12 @@ class LargeObjects:
         ]
         checksums = self._map(checksum, pieces)
         root = _root_of(checksums)
-        names = chunk_names(name, root, len(pieces))
+        head = _Head(size=len(view), chunk_bytes=self._chunk_bytes, root=root)
+        names = head.names(name)
         stored = dict[str, int]()
-        if resume:
+        if resume or self._known.find(name) is not None:
             stored = {chunk.name: chunk.size for chunk in self._chunks(name, root)}
+        self._known.note(name, head)
 
         def store_chunk(number: int) -> None:
             piece = pieces[number]
@@ -101,11 +114,17 @@ class LargeObjects:
 
         missing = [n for n, piece in enumerate(pieces) if stored.get(names[n]) != len(piece)]
         self._map(store_chunk, missing, self._up)
-        head = _Head(size=len(view), chunk_bytes=self._chunk_bytes, root=root)
-        if self._store.create(name, _CUT + msgspec.json.encode(head), durable=durable):
+        if self._create_head(name, _CUT + msgspec.json.encode(head), durable=durable):
             return True
         self._map(self._store.delete, names)  # nobody reads them
         return False
+
+    def _create_head(self, name: str, content: bytes, *, durable: bool) -> bool:
+        """Create the object itself, or forget what is known of it if another writer was faster."""
+        is_created = self._store.create(name, content, durable=durable)
+        if not is_created:
+            self._known.forget(name)
+        return is_created
 
     @overload
     def get(self, name: str, most: int) -> bytearray | None: ...
@@ -166,10 +185,19 @@ class LargeObjects:
             )
         return True
 
-    def delete(self, name: str) -> None:
-        """Delete an object, and then its chunks, including those of an interrupted writer."""
+    def delete(self, name: str, listed: Sequence[str] | None = None) -> None:
+        """Delete an object, and then the chunks that this process has begun to store, or otherwise
+        those that the object names. Those of an interrupted writer stay.
+
+        `listed`: names of all chunks below its name, as a list has found them, to delete instead.
+        """
+        if listed is None:
+            head = self._known.find(name) or self._head_to_delete(name)
+            self._known.note(name, head)  # for the next attempt, if this one fails
+            listed = head.names(name)
         self._store.delete(name)
-        self._map(self._store.delete, [chunk.name for chunk in self._chunks(name)])
+        self._map(self._store.delete, listed)
+        self._known.forget(name)
 
     def close(self) -> None:
         """Drop the chunks that wait for a connection. Chunks in flight end with the store."""
@@ -206,8 +234,17 @@ class LargeObjects:
             ) from error
         return head
 
-    def _chunks(self, name: str, root: str = "") -> list[ListedObject]:
-        """Return the chunks of a name that are stored."""
+    def _head_to_delete(self, name: str) -> _Head:
+        """Return the description of the chunks of an object, without chunks if it has none, cannot
+        be read, or is none of this class."""
+        with suppress(DamagedObjectError):
+            head = self._head(name)
+            if isinstance(head, _Head):
+                return head
+        return _NO_CHUNKS
+
+    def _chunks(self, name: str, root: str) -> list[ListedObject]:
+        """Return the chunks of a content that are stored."""
         entries = self._store.list(f"{name}.{root}")
         return [entry for entry in entries if _CHUNK.fullmatch(entry.name[len(name) :])]
 
@@ -287,6 +324,29 @@ class _Turns:
             with self._changed:
                 self.limit = min(self._most, self.limit + 1)
         return result
+
+
+class _Known:
+    """Descriptions of the chunks that this process has begun to store or to delete, by the names of
+    their objects. Any thread may call this."""
+
+    def __init__(self) -> None:
+        self._heads = dict[str, _Head]()
+        self._lock = threading.Lock()
+
+    def find(self, name: str) -> _Head | None:
+        return self._heads.get(name)
+
+    def note(self, name: str, head: _Head) -> None:
+        """Note one, and forget the oldest if there are many: their objects name them, too."""
+        with self._lock:
+            self._heads[name] = head
+            if len(self._heads) > MOST_KNOWN:
+                del self._heads[next(iter(self._heads))]
+
+    def forget(self, name: str) -> None:
+        with self._lock:
+            self._heads.pop(name, None)
 
 
 class _MissingError(DamagedObjectError):

@@ -154,7 +154,8 @@ class Backend(ABC):
     def delete(self, name: str) -> None: ...
 
     def tidy(self, now: float) -> None:  # noqa: B027
-        """Delete leftovers of killed writers, which have no names. `now`: on the store's clock."""
+        """Delete leftovers of killed writers, which have no names, and leave those that cannot be
+        deleted, whatever the reason. `now`: on the store's clock."""
 
     def close(self) -> None:  # noqa: B027
         """Free all resources. Other threads may still be in a method, which then fails."""
