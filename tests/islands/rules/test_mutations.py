@@ -387,9 +387,21 @@ MUTATIONS = {
     ),
     "the clock": Mutation(
         Island.clock,
-        "max(self._clock_floor, merged + (self.tokens - tokens) * ready)",
-        "merged + (self.tokens - tokens) * ready",
+        "max(self._clock_floor, merged + self.expected - expected)",
+        "merged + self.expected - expected",
         with_hand(test_island.test_the_clock_of_the_learning_rate_never_goes_back),
+    ),
+    "who may be gone does not count": Mutation(
+        Island.finish_step,
+        "self._islands if is_decided else 1",
+        "self._islands",
+        test_island.test_tokens_count_for_the_others_only_while_somebody_decides,
+    ),
+    "the clock takes the expectation of the send": Mutation(
+        Island.on_applied,
+        "one.expected if mode is Mode.MIX else self.expected",
+        "self.expected",
+        test_island.test_the_clock_jumps_when_the_work_of_an_outage_is_merged,
     ),
     "a decision goes back": Mutation(
         founding.check_continues,
