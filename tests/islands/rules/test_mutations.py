@@ -165,6 +165,22 @@ MUTATIONS = {
         "> 1e9:",
         test_syncer.test_a_spare_takes_the_slot_of_one_that_is_silent_or_never_delivers,
     ),
+    "work is missing only in the run": Mutation(
+        Seats._is_replaceable,
+        "if not self._decision.begun:",
+        "if False:",
+        lambda: test_syncer.test_a_spare_takes_no_slot_for_work_that_was_missing_before_the_run(
+            20.0
+        ),
+    ),
+    "work is missing since the run has begun": Mutation(
+        Seats.begin,
+        "self._worked = ",
+        "unused = ",
+        lambda: test_syncer.test_a_spare_takes_no_slot_for_work_that_was_missing_before_the_run(
+            20.0
+        ),
+    ),
     "a slot with a waiting part stays": Mutation(
         Round.is_busy,
         "return slot in self.waiting or any(one.slot == slot for one in self.merging)",

@@ -389,6 +389,7 @@ class Syncer:
             self._note_handover(state, handover)
         if not state.begun and len(state.owners()) >= state.settings.start_with:
             state.begun = True
+            self.seats.begin()
             state.history.note(self.age(), EventKind.BEGUN)
         for one in self.rounds:
             for waiting, fate in one.drop_refused(self.age()):
