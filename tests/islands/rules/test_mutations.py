@@ -21,7 +21,7 @@ from tests.islands.rules import (
     test_syncer,
 )
 from tests.islands.rules.hand import build_hand
-from torchtitan_diloco.islands.rules import commit, founding, ledger, names
+from torchtitan_diloco.islands.rules import checkpoint, commit, founding, ledger, names
 from torchtitan_diloco.islands.rules.changes import Changes
 from torchtitan_diloco.islands.rules.fragment import OwnFragment
 from torchtitan_diloco.islands.rules.island import Island
@@ -326,7 +326,7 @@ MUTATIONS = {
         test_founding.test_foundings_of_a_run_that_is_founded_are_garbage,
     ),
     "facts are compared": Mutation(
-        founding.check_run,
+        founding.check_facts,
         "facts.get(key) != of_run.get(key)",
         "False",
         lambda: test_island_start.test_another_tokenizer_or_model_is_an_error_for_people(
@@ -339,6 +339,22 @@ MUTATIONS = {
         "False",
         lambda: test_island_start.test_another_tokenizer_or_model_is_an_error_for_people(
             build_hand(), is_saved=True
+        ),
+    ),
+    "a lost run keeps its settings": Mutation(
+        checkpoint.Saved.found,
+        "self.settings.founded_again(founding.settings)",
+        "founding.settings",
+        lambda: test_founding.test_a_lost_location_is_founded_with_the_settings_that_the_run_had(
+            "folder"
+        ),
+    ),
+    "a founding is checked by its island": Mutation(
+        Island._offer_to_found,
+        "check_founding(self.founds, self._facts)",
+        "pass",
+        lambda: test_founding.test_an_island_says_itself_why_no_syncer_would_begin_its_run(
+            {"start_with": 4}, "start_with 4 is above 3 slots"
         ),
     ),
     "another founder follows": Mutation(

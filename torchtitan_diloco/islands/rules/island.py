@@ -21,6 +21,7 @@ from torchtitan_diloco.islands.rules.founding import (
     Founding,
     check_continues,
     check_empty,
+    check_founding,
     check_run,
 )
 from torchtitan_diloco.islands.rules.fragment import (
@@ -125,11 +126,17 @@ class Island:
         return decision.founder == self.incarnation
 
     def on_empty(self) -> None:
-        """The location contains no decision."""
-        self.may_found = self.founds is not None
+        """The location contains no decision. Raise a UserError if it is not the one of the run, or
+        this island cannot found the run there."""
+        self._offer_to_found()
         if not self.may_found:
             check_empty(self._saved_run)
             self.say("the location is empty: waiting for an island that may found the run")
+
+    def _offer_to_found(self) -> None:
+        if self.founds is not None and not self.may_found:
+            check_founding(self.founds, self._facts)
+        self.may_found = self.founds is not None
 
     @property
     def _saved_run(self) -> str | None:
@@ -141,7 +148,7 @@ class Island:
         if before is not None and decision.number <= before.number:
             return
         if not decision.fragments:
-            self.may_found = self.founds is not None  # if the chosen founder dies
+            self._offer_to_found()  # if the chosen founder dies
             if decision.founder != self.incarnation:
                 founder = name_of(decision.founder)
                 self.say(f"waiting for island {founder} to store the first copies")
