@@ -174,7 +174,7 @@ MUTATIONS = {
         ),
     ),
     "work is missing since the run has begun": Mutation(
-        Seats.begin,
+        Seats.begin_if_due,
         "self._worked = ",
         "unused = ",
         lambda: test_syncer.test_a_spare_takes_no_slot_for_work_that_was_missing_before_the_run(
@@ -282,6 +282,12 @@ MUTATIONS = {
         "return ",
         "return True or ",
         test_bounds.test_a_merge_waits_for_the_version_before_it,
+    ),
+    "a run that has ended is not loaded": Mutation(
+        Syncer._lead,
+        "if not state.ended:",
+        "if True:",
+        test_changes.test_a_successor_loads_a_run_that_has_ended_once_it_is_longer,
     ),
     "what is seen writes no decision": Mutation(
         Writer.write_if_due,

@@ -196,9 +196,14 @@ class Seats:
         """Time listened when a part of an owner was last merged, it got its slot, or the run
         began."""
 
-    def begin(self) -> None:
-        """Count missing work from now on, as the run begins."""
-        self._worked = dict.fromkeys(self._decision.owners(), self._presence.listened)
+    def begin_if_due(self) -> bool:
+        """Begin the run once enough islands have slots. Missing work counts from then on."""
+        decision, owners = self._decision, self._decision.owners()
+        if decision.begun or len(owners) < decision.settings.start_with:
+            return False
+        decision.begun = True
+        self._worked = dict.fromkeys(owners, self._presence.listened)
+        return True
 
     def note_merged(self, owner: str) -> None:
         self._worked[owner] = self._presence.listened
