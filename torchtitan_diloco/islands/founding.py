@@ -161,6 +161,7 @@ def settings_of(
         copies_every=rates.copies_every,
         commit_seconds=rates.commit_seconds,
         poll_seconds=rates.poll_seconds,
+        store_kind=kind,
         facts=dict(facts),
     )
 
@@ -208,8 +209,8 @@ def read_saved(text: str) -> Saved | None:
         return msgspec.json.decode(text.encode(), type=Saved)
     except msgspec.DecodeError as error:
         raise UserError(
-            f"what the checkpoint says of its run of islands is damaged ({error}): start from an "
-            "older one, or give another run.folder"
+            f"what the checkpoint says of its run of islands is damaged, or of another version "
+            f"({error}): start from an older one, or give another run.folder"
         ) from error
 
 

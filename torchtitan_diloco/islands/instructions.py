@@ -72,8 +72,9 @@ class Instructions(msgspec.Struct, array_like=True):
             raise IslandFencedError(f"island {name} ends: {ORDERS[self.ending]}")
         if self.ending == REJOIN:
             raise PeersLostError(
-                f"island {name} was silent for long, and another one has its slot: start it again, "
-                "from its latest checkpoint, to get the newest shared copy and a slot"
+                f"island {name} was silent for long, or nothing of it was merged for long, and "
+                "another one has its slot: start it again, from its latest checkpoint, to get the "
+                "newest shared copy and a slot"
             )
 
 

@@ -82,6 +82,8 @@ class Desk:
         self.syncer = Syncer(state, "session", self.now, wall)
         self.decisions = [state]
         self.merges: list[MergeParts] = []
+        self.loads: list[int] = []
+        """Fragments that were loaded."""
         self.deleted: list[str] = []
         self.settled: list[Settle] = []
         self.history: list[Bin] = []
@@ -153,6 +155,7 @@ class Desk:
                     self.decisions.append(decode_decision(job.content, job.number))
                     syncer.on_committed()
             case Load():
+                self.loads.append(job.fragment)
                 syncer.on_loaded(job.fragment)
             case Fetch():
                 syncer.on_part(job.incarnation, job.part, self.fate)

@@ -62,10 +62,12 @@ class Hand:
                 total.is_training = due.is_training
                 return total
 
-    def step(self, count: int = 1) -> Boundary:
+    def step(self, count: int = 1, *, is_decided: bool = True) -> Boundary:
+        """Train. `is_decided`: a new decision has been read."""
         for _ in range(count):
             self.now += 0.1
-            self.island.heard_at = self.now
+            if is_decided:
+                self.island.heard_at = self.now
             self.island.finish_step(1, 1, 0.1)
             due = self.boundary()
         return due

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as some
 
-from tests.islands.rules.desk import A, B, Desk, founded
+from tests.islands.rules.desk import A, B, Desk, founded, round_of_all
 from torchtitan_diloco.diloco.formats import island_formats
 from torchtitan_diloco.islands.peers import UNDECIDED_SECONDS
 from torchtitan_diloco.islands.rules.changes import (
@@ -48,6 +48,31 @@ class Requests:
             self.desk.pass_time(0.1)
             for name in self.desk.deleted:
                 self.listed.pop(name, None)
+
+
+def test_a_successor_loads_a_run_that_has_ended_once_it_is_longer() -> None:
+    """At the end of a run, each standby leads in turn. Copies and outer states are large."""
+    before = Desk(founded(total_tokens=40))
+    for step in (10, 20):
+        round_of_all(before, step)
+    before.pass_time(1.0)
+    assert before.state.ended
+    assert before.loads == [0]
+    before.syncer.is_stopping = True
+    before.pass_time(2.0)
+    assert before.state.stopped
+    after = Desk(before.state)
+    after.pass_time(10.0)
+    assert after.state.ended
+    assert after.loads == []
+    after.syncer.on_change("change/1", msgspec.json.encode(Set("total_tokens", "60")))
+    after.pass_time(1.0)
+    assert not after.decisions[-1].ended
+    assert after.loads == [0]
+    for step in (10, 20):
+        round_of_all(after, step)
+    assert after.state.fragments[0].clock == 60
+    assert after.loads == [0], "once"
 
 
 def test_a_change_counts_once_wherever_its_name_is_in_the_list() -> None:

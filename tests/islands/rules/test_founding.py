@@ -1,17 +1,22 @@
 """How a run begins: heads first, one founder, and from a checkpoint."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from tests.islands.rules.desk import SHAPES, A, B, Desk, checksum, founded
+from tests.islands.rules.hand import build_island
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.islands.rules.checkpoint import save
+from torchtitan_diloco.islands.rules.checkpoint import Saved, save
 from torchtitan_diloco.islands.rules.decision import Decision, Ledger, Slot, decode_decision
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.founding import (
     RETRY_SECONDS,
     Founding,
     SlotStart,
+    check_founding,
     decode_founding,
     encode_founding,
 )
@@ -165,6 +170,50 @@ def test_a_lost_location_is_founded_from_a_checkpoint() -> None:
     assert [[one.taken for one in slot.ledgers] for slot in state.slots] == [[70, 70], [80, 80]]
     assert (state.slots[0].corpus, state.slots[0].entered) == ("aa", [40])
     assert state.owners() == []
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_a_lost_location_is_founded_with_the_settings_that_the_run_had(kind: str) -> None:
+    """The config of the founder only says how many islands start together, and which rates suit a
+    store of another kind."""
+    rates = RATES[kind]._asdict()
+    of_founder = founded(start_with=2, store_kind=kind, facts={"a": "b"}, **rates).settings
+    before = founded(sync_every=7, total_tokens=20_000, slots=5, outer_lr=0.3, poll_seconds=0.05)
+    before.slots = [Slot([Ledger(taken=number)]) for number in range(5)]
+    saved = save(before, [3], clock=0)
+    changed = {"start_with": 2, "store_kind": kind}
+    expected = msgspec.structs.replace(
+        before.settings, **(changed if kind == "folder" else changed | rates)
+    )
+    own = msgspec.structs.replace(FOUNDING, settings=of_founder)
+    founding = saved.found(own)
+    assert founding.settings == expected
+    assert founding.settings.streams == before.settings.streams < 5, "positions stay the same"
+    check_founding(founding, {})
+    of_job = Saved.of_job(10, 1, [SlotStart(position=4)])
+    assert of_job.found(own).settings == of_founder
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"outer_lr": 1000.0}, r"Expected `float` <= 100.0 - at `\$\[1\].outer_lr`"),
+        ({"start_with": 4}, "start_with 4 is above 3 slots"),
+        ({"facts": {"tokenizer": "b"}}, "tokenizer is None here and b in the run"),
+    ],
+)
+def test_an_island_says_itself_why_no_syncer_would_begin_its_run(
+    changed: dict[str, Any], reason: str
+) -> None:
+    founding = msgspec.structs.replace(FOUNDING, settings=founded(**changed).settings)
+    island = build_island(founds=founding)
+    with pytest.raises(UserError, match=reason) as caught:
+        island.on_empty()
+    assert "\n" not in str(caught.value)
+    assert not island.may_found
+    joins = build_island(founds=founding, facts=founding.settings.facts)
+    joins.on_decision(founded(facts=founding.settings.facts), 0.0)
+    assert not joins.may_found, "the run of others has other settings"
 
 
 def test_outliers_are_judged_as_in_one_job() -> None:

@@ -1,13 +1,17 @@
 """An island follows the rules as it trains, in cases that the first rules did not cover."""
 
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.islands.rules.desk import A, B, checksum, founded
-from tests.islands.rules.hand import Hand
+from tests.islands.rules.hand import Hand, build_island, saved_of
 from torchtitan_diloco.diloco.modes import Mode
+from torchtitan_diloco.islands.rules.commit import STANDSTILL
 from torchtitan_diloco.islands.rules.decision import REPLACED, SICK, Fate, Kept, Ledger
 from torchtitan_diloco.islands.rules.island import LEFT, REJOIN
 from torchtitan_diloco.islands.rules.names import COPY, VERSION, Object
@@ -194,6 +198,64 @@ def test_the_clock_of_the_learning_rate_never_goes_back(hand: Hand) -> None:
     hand.publish(own=False)
     clocks += [hand.step().clock, hand.step().clock]
     assert clocks == sorted(clocks)
+
+
+def among_four(**changed: Any) -> Hand:
+    """Return an island that has applied a version that waited for four."""
+    hand = Hand(founded((A,), sync_every=10, delay=2, **changed))
+    hand.boundary()
+    hand.step(10)
+    hand.publish()
+    hand.read(ready=[A, B, "c/0000", "d/0000"])
+    hand.step(2)
+    assert hand.applied[-1] == (1, Mode.MIX, 0.0)
+    return hand
+
+
+def train_alone(hand: Hand, steps: int) -> int:
+    """Let an island train while nobody decides, and return its clock."""
+    hand.now = max(hand.now, hand.island.heard_at + STANDSTILL + 1.0)
+    hand.boundary()
+    return hand.step(steps, is_decided=False).clock
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 30)), max_size=9))
+def test_tokens_count_for_the_others_only_while_somebody_decides(
+    spells: list[tuple[bool, int]],
+) -> None:
+    """Otherwise, an island whose syncer is gone together with the others would count for all."""
+    hand = among_four()
+    expected = hand.boundary().clock
+    for is_decided, steps in spells:
+        clock = hand.step(steps).clock if is_decided else train_alone(hand, steps)
+        expected += steps * (4 if is_decided else 1)
+        assert clock == expected
+    saved = saved_of(hand)
+    assert saved.clock == expected
+    assert build_island(saved=saved).clock == expected
+
+
+@given(st.integers(2, 50))
+def test_the_clock_jumps_when_the_work_of_an_outage_is_merged(steps: int) -> None:
+    """Only the tokens since the send are in no version yet. They still count once."""
+    hand = among_four()
+    hand.step(8)
+    part = hand.sent
+    before = train_alone(hand, steps)
+    hand.state.fragments[0].clock += 1000
+    hand.publish()
+    after = hand.boundary().clock
+    assert hand.applied[-1][1] is Mode.MIX
+    assert after == hand.state.fragments[0].clock + hand.island.position - part.end
+    assert after > before
+
+
+def test_an_island_alone_trains_until_its_own_work_completes_the_run() -> None:
+    hand = among_four(total_tokens=200)
+    missing = 200 - hand.boundary().clock
+    assert train_alone(hand, missing - 1) == 199
+    assert hand.boundary().is_training
+    assert not hand.step(is_decided=False).is_training
 
 
 def test_it_sends_early_only_if_the_upload_fits_and_the_turn_does_not() -> None:

@@ -21,7 +21,7 @@ from tests.islands.rules import (
     test_syncer,
 )
 from tests.islands.rules.hand import build_hand
-from torchtitan_diloco.islands.rules import commit, founding, ledger, names
+from torchtitan_diloco.islands.rules import checkpoint, commit, founding, ledger, names
 from torchtitan_diloco.islands.rules.changes import Changes
 from torchtitan_diloco.islands.rules.fragment import OwnFragment
 from torchtitan_diloco.islands.rules.island import Island
@@ -165,6 +165,22 @@ MUTATIONS = {
         "> 1e9:",
         test_syncer.test_a_spare_takes_the_slot_of_one_that_is_silent_or_never_delivers,
     ),
+    "work is missing only in the run": Mutation(
+        Seats._is_replaceable,
+        "if not self._decision.begun:",
+        "if False:",
+        lambda: test_syncer.test_a_spare_takes_no_slot_for_work_that_was_missing_before_the_run(
+            20.0
+        ),
+    ),
+    "work is missing since the run has begun": Mutation(
+        Seats.begin_if_due,
+        "self._worked = ",
+        "unused = ",
+        lambda: test_syncer.test_a_spare_takes_no_slot_for_work_that_was_missing_before_the_run(
+            20.0
+        ),
+    ),
     "a slot with a waiting part stays": Mutation(
         Round.is_busy,
         "return slot in self.waiting or any(one.slot == slot for one in self.merging)",
@@ -267,6 +283,12 @@ MUTATIONS = {
         "return True or ",
         test_bounds.test_a_merge_waits_for_the_version_before_it,
     ),
+    "a run that has ended is not loaded": Mutation(
+        Syncer._lead,
+        "if not state.ended:",
+        "if True:",
+        test_changes.test_a_successor_loads_a_run_that_has_ended_once_it_is_longer,
+    ),
     "what is seen writes no decision": Mutation(
         Writer.write_if_due,
         "seen=[], ",
@@ -310,7 +332,7 @@ MUTATIONS = {
         test_founding.test_foundings_of_a_run_that_is_founded_are_garbage,
     ),
     "facts are compared": Mutation(
-        founding.check_run,
+        founding.check_facts,
         "facts.get(key) != of_run.get(key)",
         "False",
         lambda: test_island_start.test_another_tokenizer_or_model_is_an_error_for_people(
@@ -323,6 +345,22 @@ MUTATIONS = {
         "False",
         lambda: test_island_start.test_another_tokenizer_or_model_is_an_error_for_people(
             build_hand(), is_saved=True
+        ),
+    ),
+    "a lost run keeps its settings": Mutation(
+        checkpoint.Saved.found,
+        "self.settings.founded_again(founding.settings)",
+        "founding.settings",
+        lambda: test_founding.test_a_lost_location_is_founded_with_the_settings_that_the_run_had(
+            "folder"
+        ),
+    ),
+    "a founding is checked by its island": Mutation(
+        Island._offer_to_found,
+        "check_founding(self.founds, self._facts)",
+        "pass",
+        lambda: test_founding.test_an_island_says_itself_why_no_syncer_would_begin_its_run(
+            {"start_with": 4}, "start_with 4 is above 3 slots"
         ),
     ),
     "another founder follows": Mutation(
@@ -387,9 +425,21 @@ MUTATIONS = {
     ),
     "the clock": Mutation(
         Island.clock,
-        "max(self._clock_floor, merged + (self.tokens - tokens) * ready)",
-        "merged + (self.tokens - tokens) * ready",
+        "max(self._clock_floor, merged + self.expected - expected)",
+        "merged + self.expected - expected",
         with_hand(test_island.test_the_clock_of_the_learning_rate_never_goes_back),
+    ),
+    "who may be gone does not count": Mutation(
+        Island.finish_step,
+        "self._islands if is_decided else 1",
+        "self._islands",
+        test_island.test_tokens_count_for_the_others_only_while_somebody_decides,
+    ),
+    "the clock takes the expectation of the send": Mutation(
+        Island.on_applied,
+        "one.expected if mode is Mode.MIX else self.expected",
+        "self.expected",
+        test_island.test_the_clock_jumps_when_the_work_of_an_outage_is_merged,
     ),
     "a decision goes back": Mutation(
         founding.check_continues,

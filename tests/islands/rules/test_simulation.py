@@ -6,14 +6,16 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.islands.rules import toy
 from tests.islands.rules.faults import build, stop_and_return
 from tests.islands.rules.island_process import Nature
-from tests.islands.rules.liars import Liar
+from tests.islands.rules.liars import Liar, ask
 from tests.islands.rules.simulation import Plan, Simulation
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.rules import fragment
+from torchtitan_diloco.islands.rules.changes import Set
 from torchtitan_diloco.islands.rules.decision import Fate
 from torchtitan_diloco.islands.rules.names import name_of
 
@@ -192,10 +194,13 @@ def test_an_island_that_slept_goes_on_with_the_highest_decision() -> None:
 
 
 def test_a_lost_location_goes_on_from_a_checkpoint() -> None:
-    """Its ranges and clocks go on where they were."""
-    simulation = lockstep(Plan(steps=60))
+    """Its ranges and clocks go on where they were, with changed settings and added slots."""
+    simulation = lockstep(Plan(steps=60, slots=2))
     simulation.save_every = 5
     simulation.start_syncer()
+    for change in (Set("slots", "3"), Set("sync_every", "8"), Set("total_tokens", "900")):
+        ask(simulation, change)
+    simulation.start("added", after=6.0)
     simulation.world.run(lambda: False, until=12.0)
     again = Simulation(simulation.plan, seed=2)
     again.start_syncer()
@@ -208,6 +213,10 @@ def test_a_lost_location_goes_on_from_a_checkpoint() -> None:
     assert checkpoint is not None
     assert first.run == checkpoint.saved.run
     assert [one.clock for one in first.fragments] == checkpoint.saved.clocks
+    settings = again.settings
+    settings = replace(settings, sync_every=8, slots=3, total_tokens=900)
+    assert replace(first.settings, fastest=settings.fastest) == settings
+    assert len(first.slots) == 3
     assert all(
         ledger.taken == began.position
         for slot, began in zip(first.slots, checkpoint.saved.slots, strict=True)

@@ -29,6 +29,7 @@ from torchtitan_diloco.islands.rules.decision import (
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.names import VERSION, Object
 from torchtitan_diloco.islands.rules.note import NotedVitals
+from torchtitan_diloco.islands.rules.presence import WITHOUT_WORK
 
 
 def test_a_round_of_all_takes_a_whole_outer_step() -> None:
@@ -179,6 +180,29 @@ def test_a_spare_takes_the_slot_of_one_that_is_silent_or_never_delivers() -> Non
     assert C in desk.state.owners()
     assert B not in desk.state.owners()
     assert desk.state.told == {}, "it may come back in another slot"
+
+
+@pytest.mark.parametrize("waits", [2.0, 20.0])
+def test_a_spare_takes_no_slot_for_work_that_was_missing_before_the_run(waits: float) -> None:
+    """Without parts, an owner keeps its slot for some time of the run, however long it has waited
+    for the others."""
+    state = founded((), slots=2, slot_seconds=2.0)
+    state.settings = msgspec.structs.replace(state.settings, start_with=2)
+    desk = Desk(state)
+    lasts = WITHOUT_WORK * state.settings.slot_seconds
+    for number in range(int(2 * (waits + lasts)) - 1):
+        desk.note(A, wish="join", step=0)
+        if desk.now >= waits:
+            desk.note(B, wish="join", step=0)
+            desk.note(C, wish="join", step=0)
+        desk.pass_time(0.5)
+        assert A in desk.state.owners()
+        assert desk.state.begun == (number >= 2 * waits)
+    assert desk.state.owners() == [A, B]
+    for _ in range(4):
+        desk.note(C, wish="join")
+        desk.pass_time(0.5)
+    assert C in desk.state.owners()
 
 
 def test_the_next_start_of_a_killed_island_takes_its_slot() -> None:

@@ -11,6 +11,7 @@ import msgspec
 from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.fields import Checksum, Count, Name, Tokens
 from torchtitan_diloco.islands.rules.founding import Founding, SlotStart
+from torchtitan_diloco.islands.rules.settings import Settings
 
 
 class SavedFragment(msgspec.Struct, array_like=True, frozen=True):
@@ -31,6 +32,8 @@ class Saved(msgspec.Struct, frozen=True):
     clocks: list[Tokens]
     """Merged tokens of each fragment, with which a run can be founded in a new location."""
     slots: list[SlotStart]
+    settings: Settings | None
+    """Those of the run, with all changes. None: the checkpoint is of a job without islands."""
 
     @classmethod
     def of_job(cls, tokens: int, fragments: int, slots: Sequence[SlotStart]) -> "Saved":
@@ -38,7 +41,8 @@ class Saved(msgspec.Struct, frozen=True):
 
         Its tokens are those of a run that is founded from it, and say nothing about others.
         """
-        return cls(run="", clock=0, fragments=[], clocks=[tokens] * fragments, slots=list(slots))
+        clocks = [tokens] * fragments
+        return cls("", clock=0, fragments=[], clocks=clocks, slots=list(slots), settings=None)
 
     def with_checksums(self, checksums: Sequence[str]) -> "Saved":
         """Return the same with the checksums of the copies as they were loaded."""
@@ -52,10 +56,14 @@ class Saved(msgspec.Struct, frozen=True):
         """Return the founding that continues from this checkpoint in a new location.
 
         A run whose location is lost keeps its name, so that the other islands can return with their
-        checkpoints.
+        checkpoints, and its settings: slots may have been added, and their positions are those of
+        its streams.
         """
-        run = self.run or founding.run
-        return msgspec.structs.replace(founding, run=run, clocks=self.clocks, slots=self.slots)
+        founding = msgspec.structs.replace(founding, clocks=self.clocks, slots=self.slots)
+        if self.settings is None:
+            return founding
+        settings = self.settings.founded_again(founding.settings)
+        return msgspec.structs.replace(founding, run=self.run, settings=settings)
 
 
 def save(decision: Decision, versions: Sequence[int], clock: int) -> Saved:
@@ -69,4 +77,5 @@ def save(decision: Decision, versions: Sequence[int], clock: int) -> Saved:
         slots=[
             SlotStart(slot.furthest, list(slot.entered), slot.corpus) for slot in decision.slots
         ],
+        settings=decision.settings,
     )

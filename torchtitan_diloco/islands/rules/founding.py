@@ -176,6 +176,28 @@ def check_empty(saved_run: str | None) -> None:
         )
 
 
+def check_founding(founding: Founding, facts: Facts) -> None:
+    """Raise a UserError if an island does not fit the run that it would found again, or a syncer
+    would refuse its founding."""
+    check_facts(facts, founding.settings.facts)
+    try:
+        decode_founding(encode_founding(founding))
+    except MalformedError as error:
+        raise UserError(
+            f"no syncer would begin run {founding.run} with the settings of this island: {error}"
+        ) from error
+
+
+def check_facts(facts: Facts, of_run: Facts) -> None:
+    """Raise a UserError if facts on which all islands must agree differ from those of the run."""
+    for key in sorted(facts.keys() | of_run.keys()):
+        if facts.get(key) != of_run.get(key):
+            raise UserError(
+                f"{key} is {facts.get(key)} here and {of_run.get(key)} in the "
+                "run: start this island with the value of the run"
+            )
+
+
 def check_run(
     decision: Decision, facts: Facts, shapes: Sequence[Shapes], saved_run: str | None
 ) -> None:
@@ -185,13 +207,7 @@ def check_run(
             f"the location contains run {decision.run}, but the checkpoint belongs to run "
             f"{saved_run}: give the location of that run, or another run.folder"
         )
-    of_run = decision.settings.facts
-    for key in sorted(facts.keys() | of_run.keys()):
-        if facts.get(key) != of_run.get(key):
-            raise UserError(
-                f"{key} is {facts.get(key)} here and {of_run.get(key)} in the "
-                "run: start this island with the value of the run"
-            )
+    check_facts(facts, decision.settings.facts)
     if len(shapes) != len(decision.fragments):
         raise UserError(
             f"the model has {len(shapes)} fragments here and {len(decision.fragments)} in the "

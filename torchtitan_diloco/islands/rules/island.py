@@ -12,6 +12,7 @@ import msgspec
 from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.rules.checkpoint import Saved, save
+from torchtitan_diloco.islands.rules.commit import STANDSTILL
 from torchtitan_diloco.islands.rules.decision import ENDS, SICK, Decision
 from torchtitan_diloco.islands.rules.decision import LEAVE as LEAVE_ORDER
 from torchtitan_diloco.islands.rules.fields import Shapes
@@ -20,6 +21,7 @@ from torchtitan_diloco.islands.rules.founding import (
     Founding,
     check_continues,
     check_empty,
+    check_founding,
     check_run,
 )
 from torchtitan_diloco.islands.rules.fragment import (
@@ -72,11 +74,16 @@ class Island:
         """Positions at which its stream has entered phases of the data."""
         self.heard_at = -math.inf
         """Time at which a new decision was read."""
+        self.expected = 0
+        """Tokens that all islands should have trained while it has trained its own."""
         self.news = list[str]()
         self._facts, self._shapes, self._saved = facts, list(shapes), saved
         self._counter = 0
         self._stored = list[Part]()  # parts whose objects exist
-        self._clock_floor, self._clock_base = 0 if saved is None else saved.clock, (0, 0, 1)
+        self._clock_floor = 0 if saved is None else saved.clock
+        self._clock_base = (0, 0)  # merged tokens, and those expected until then
+        self._islands = 1  # how many train as it does, while decisions are heard
+        self._boundary_at = -math.inf
         self._trains_until, self._sent_step = 0, -1
 
     # --- what it knows ----------------------------------------------------------------------------
@@ -93,9 +100,15 @@ class Island:
 
     @property
     def clock(self) -> int:
-        """Merged tokens, plus its tokens since then times the ready islands. It never decreases."""
-        merged, tokens, ready = self._clock_base
-        self._clock_floor = max(self._clock_floor, merged + (self.tokens - tokens) * ready)
+        """Merged tokens, plus those expected since. It never decreases: learning rates follow it.
+
+        Its own tokens count times the islands that were ready when the last version was applied, or
+        once while nobody decides, as the others may be gone, too. If they are not, the clock jumps
+        forward when their work is merged. One that is too high would stay so: the island would stop
+        early, or train the rest of the run at its last learning rate.
+        """
+        merged, expected = self._clock_base
+        self._clock_floor = max(self._clock_floor, merged + self.expected - expected)
         return self._clock_floor
 
     def say(self, line: str) -> None:
@@ -113,11 +126,17 @@ class Island:
         return decision.founder == self.incarnation
 
     def on_empty(self) -> None:
-        """The location contains no decision."""
-        self.may_found = self.founds is not None
+        """The location contains no decision. Raise a UserError if it is not the one of the run, or
+        this island cannot found the run there."""
+        self._offer_to_found()
         if not self.may_found:
             check_empty(self._saved_run)
             self.say("the location is empty: waiting for an island that may found the run")
+
+    def _offer_to_found(self) -> None:
+        if self.founds is not None and not self.may_found:
+            check_founding(self.founds, self._facts)
+        self.may_found = self.founds is not None
 
     @property
     def _saved_run(self) -> str | None:
@@ -129,7 +148,7 @@ class Island:
         if before is not None and decision.number <= before.number:
             return
         if not decision.fragments:
-            self.may_found = self.founds is not None  # if the chosen founder dies
+            self._offer_to_found()  # if the chosen founder dies
             if decision.founder != self.incarnation:
                 founder = name_of(decision.founder)
                 self.say(f"waiting for island {founder} to store the first copies")
@@ -222,7 +241,8 @@ class Island:
         slot = decision.slots[self.slot]
         self.position, self.entered = slot.furthest, list(slot.entered)
         newest = max(one.clock for one in decision.fragments)
-        self._clock_base = newest, self.tokens, max(1, len(decision.owners()))
+        self._clock_base = (newest, self.expected)
+        self._islands = max(1, len(decision.owners()))
         self.is_training = True
         self._take_turns(0)
         for one in self.fragments:
@@ -257,6 +277,8 @@ class Island:
         self.step += 1
         self.position += samples
         self.tokens += tokens
+        is_decided = self._boundary_at - self.heard_at <= STANDSTILL
+        self.expected += tokens * (self._islands if is_decided else 1)
         self.step_seconds = seconds
 
     def on_reset(self, fragment: int) -> None:
@@ -280,12 +302,14 @@ class Island:
         """Take the clock of a version. A MIX contains the tokens up to its send."""
         if self.decision is None or not self.is_training or one.applied != one.shared.version:
             return
-        tokens = one.counted if mode is Mode.MIX else self.tokens
+        expected = one.expected if mode is Mode.MIX else self.expected
         self._clock_floor = self.clock
-        self._clock_base = one.shared.clock, tokens, max(1, len(self.decision.ready))
+        self._clock_base = (one.shared.clock, expected)
+        self._islands = max(1, len(self.decision.ready))
 
     def boundary(self, now: float) -> Boundary:
         """Return the next actions. Call this again after they are done, until there are none."""
+        self._boundary_at = now
         due = Boundary(self.clock)
         if self.decision is None or self.ending:
             return due

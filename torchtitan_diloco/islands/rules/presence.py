@@ -193,7 +193,17 @@ class Seats:
         because its successor starts where the ledger ends once the part is decided."""
         self._decision, self._presence, self._is_busy = decision, presence, is_busy
         self._worked = dict[str, float]()
-        """Time listened when a part of an owner was last merged, or it got its slot."""
+        """Time listened when a part of an owner was last merged, it got its slot, or the run
+        began."""
+
+    def begin_if_due(self) -> bool:
+        """Begin the run once enough islands have slots. Missing work counts from then on."""
+        decision, owners = self._decision, self._decision.owners()
+        if decision.begun or len(owners) < decision.settings.start_with:
+            return False
+        decision.begun = True
+        self._worked = dict.fromkeys(owners, self._presence.listened)
+        return True
 
     def note_merged(self, owner: str) -> None:
         self._worked[owner] = self._presence.listened
@@ -284,6 +294,8 @@ class Seats:
         assert owner is not None
         if self._presence.silence(owner) > settings.slot_seconds:
             return True
+        if not self._decision.begun:
+            return False  # it waits for others, and cannot work
         note = self._presence.note_of(owner)
         step = 0.0 if note is None else note.step_seconds
         cycle = min(settings.sync_every * step, LONGEST_CYCLE * settings.slot_seconds)

@@ -87,8 +87,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Minimum average of the seconds between two decisions."""
     poll_seconds: Annotated[float, Meta(ge=0.001, le=MOST_PAUSE)] = 0.02
     """Seconds after which islands look for the next decision."""
+    store_kind: Name = "folder"
+    """Kind of the store in which the run was founded."""
     facts: dict[Name, Name] = {}
     """Fingerprints of all other facts on which islands must agree."""
+
+    def founded_again(self, own: "Settings") -> "Settings":
+        """Return these settings of a run whose store is lost for another store.
+
+        `own`: settings that its founder would give a new run. From them come the number of islands
+        that start together, and the rates if the store is of another kind.
+        """
+        names = ["start_with", "store_kind"]
+        if own.store_kind != self.store_kind:
+            names += Rates._fields
+        return msgspec.structs.replace(self, **{name: getattr(own, name) for name in names})
 
     def mixing_at(self, tokens: int) -> float:
         """Return alpha once the run has this number of tokens."""

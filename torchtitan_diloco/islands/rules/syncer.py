@@ -87,6 +87,7 @@ class Syncer:
         self.uploads = Uploads()
         self.rounds = [Round(state, self.presence, number) for number in fragments]
         self.seats = Seats(state, self.presence, self._is_busy)
+        self._loads = list[Job]()  # after a takeover, until something is to be merged
         self._loaded = set[int]()
         self._copied_at = dict.fromkeys(fragments, self._now)
         self._checksums = dict[int, str]()  # of the versions that are being uploaded
@@ -97,7 +98,7 @@ class Syncer:
             self.uploads.plan(VERSION, number, shared.version + 1)
         if state.is_founded:
             state.history.note(self.age(), EventKind.LED, text=self.session)
-            self._jobs += [load(shared, number) for number, shared in enumerate(state.fragments)]
+            self._loads += [load(shared, number) for number, shared in enumerate(state.fragments)]
 
     @property
     def committed(self) -> Decision | None:
@@ -387,8 +388,7 @@ class Syncer:
     def _lead(self, state: Decision) -> None:
         for handover in self.seats.update(self.age()):
             self._note_handover(state, handover)
-        if not state.begun and len(state.owners()) >= state.settings.start_with:
-            state.begun = True
+        if self.seats.begin_if_due():
             state.history.note(self.age(), EventKind.BEGUN)
         for one in self.rounds:
             for waiting, fate in one.drop_refused(self.age()):
@@ -403,6 +403,9 @@ class Syncer:
         state.ready = [owner for owner in state.owners() if owner in ready]
         self._look_at_owners(state)
         self._end(state)
+        if not state.ended:  # a change may undo it
+            self._jobs += self._loads
+            self._loads = []
         state.history.close_if_due(self.age())
 
     def _is_settled(self, one: Round) -> bool:
@@ -485,8 +488,7 @@ class Syncer:
         return self.is_stopping and self.committed is not None and self.committed.stopped
 
     def garbage(self, names: list[str]) -> list[str]:
-        """Return which names are garbage. `names`: of all objects, those of decisions among
-        them."""
+        """Return which of the names of all objects, decisions among them, are garbage."""
         if self.state is None:
             return []
         gone = self.presence.forgotten(self.state)
