@@ -13,6 +13,7 @@ from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint import Checkpointer, Loads, RunPart, RunState
 from torchtitan_diloco.components.checkpoint_folder import Manifest, folder_of_worker
+from torchtitan_diloco.components.common_facts import common_code, common_settings
 from torchtitan_diloco.components.garbage import GarbageCollection
 from torchtitan_diloco.components.group_entries import GroupEntries, SavedEntries
 from torchtitan_diloco.components.loss import loss_head
@@ -49,16 +50,14 @@ from torchtitan_diloco.components.telemetry import SavedTelemetry, StepResult, T
 from torchtitan_diloco.components.traffic import traffic_of
 from torchtitan_diloco.components.validation import SavedValidation, build_validator
 from torchtitan_diloco.config import Config, to_toml
-from torchtitan_diloco.config.loader import SECRETS
 from torchtitan_diloco.config.parts import OPTIMIZERS
-from torchtitan_diloco.config.schema import PRICES, flat_settings, portable
+from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.course import Course, JobCourse, counted_before
 from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diagnosis.watch import Diagnosis, Stacks
 from torchtitan_diloco.diloco import StreamingDiLoCo
-from torchtitan_diloco.diloco.agreement import agree, code_facts, module_facts
-from torchtitan_diloco.diloco.config import MAY_DIFFER
+from torchtitan_diloco.diloco.agreement import agree
 from torchtitan_diloco.diloco.data_parallel import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import (
     Requests,
@@ -73,32 +72,6 @@ from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.activations import activation_bytes
 from torchtitan_diloco.models.interface import describe, flops_per_token, parameter_counts
 from torchtitan_diloco.models.parallelize import compute_dtype, materialize, parallelize
-
-OWN_SETTINGS = {
-    "run.folder",
-    "run.preemption",
-    "run.preemption_address",
-    "data.cache_folder",
-    *PRICES,
-    *MAY_DIFFER,
-    *SECRETS,
-}
-"""Settings that may differ between the processes of a run, or that no other rank may see."""
-PACKAGE = Path(__file__).parent
-COMPUTES = (
-    "components",
-    "config",
-    "course.py",
-    "data",
-    "distributed",
-    "export",
-    "island_course.py",
-    "islands",
-    "models",
-    "store",
-    "trainer.py",
-)
-"""Code that decides what is computed, which all ranks must have in common with that of `diloco`."""
 
 
 class Trainer:
@@ -478,8 +451,7 @@ class Trainer:
 
     def _agree(self) -> None:
         """Raise unless all ranks have the same settings, data, weights and code."""
-        settings = flat_settings(self.config).items()
-        facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
+        facts = common_settings(self.config)
         facts |= {key: str(fact) for key, fact in self.data.common_facts.items()}
         weights = self._initial_weights
         if weights:
@@ -489,10 +461,5 @@ class Trainer:
         facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
         if join := self.config.islands.join:
             facts["run in islands.join"] = location_id(join)
-        # FLAVORS may have models of other modules than those of run.imports.
-        modules = {type(self.model).__module__, *self.config.run.imports}
-        for name in sorted(modules):
-            if not name.startswith(f"{__package__}."):
-                facts |= module_facts(name)
-        code = [PACKAGE / name for name in COMPUTES]
-        agree(facts | code_facts(*code), self.world.control, "rank")
+        facts |= common_code(self.model, self.config.run.imports)
+        agree(facts, self.world.control, "rank")
