@@ -140,6 +140,8 @@ class Trainer:
             logger.info(line)
         self._load()
         self.begin()
+        if self.mirror is not None:
+            self.mirror.claim()  # only now, as a start that fails must not stop another one's copies
         with (
             GarbageCollection() as garbage,
             lock or nullcontext(),

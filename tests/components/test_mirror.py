@@ -299,6 +299,28 @@ def wait_for_copies(trainer: Trainer) -> None:
         copying.exception()
 
 
+def test_a_start_that_is_refused_leaves_the_mirror_to_the_run_that_trains(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    wanted = mirrored(text, tmp_path / "run", tmp_path / "mirror")
+    refused = list[str]()
+
+    def before(trainer: Trainer) -> None:
+        wait_for_copies(trainer)
+        if trainer.step != 6 or refused:
+            return
+        for more in ({}, {"training.steps": "3"}):
+            with pytest.raises(UserError) as caught:
+                run(wanted | more)
+            refused.append(str(caught.value))
+
+    with around_steps(before=before):
+        run(wanted)
+    assert "is in use by another run" in refused[0]
+    assert steps_in(tmp_path / "mirror") == [4, 8, 12, 16]
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_mirror_that_is_away_is_named_once_and_at_the_end(
     text: Path,  # noqa: F811
