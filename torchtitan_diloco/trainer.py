@@ -85,8 +85,8 @@ class Trainer:
         self.toml = to_toml(portable(config))
         self.ranks = config.workers * world.ranks_per_worker
         """Number of ranks of all workers, including those of other islands."""
-        self.only_noticed = False
-        """Whether the run was stopped by a notice to this rank, of which no launcher knows."""
+        self.launcher_is_unaware = False
+        """Whether a rank has asked to stop, of which the launcher of this one does not know."""
         self.lr = 0.0
         tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
         self._find_start()
@@ -203,7 +203,7 @@ class Trainer:
             if self.course.took_end:
                 self._save_end(checkpointer)
             checkpointer.finish(stop.seconds_left)
-            self.only_noticed = stop.only_noticed
+        self.launcher_is_unaware = stop.launcher_is_unaware
         self._log_end(folder, telemetry)
         if checkpointer.failure:
             raise UserError(
@@ -212,6 +212,11 @@ class Trainer:
                 "checkpoint before, if there is one"
             )
         return folder
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the end of the run or `training.stop_after` is reached."""
+        return self._is_paused or (self.course.finished and not self.course.has_left)
 
     @property
     def _is_paused(self) -> bool:
