@@ -202,7 +202,7 @@ class Trainer:
             self.outer.drain()
             if self.course.took_end:
                 self._save_end(checkpointer)
-            checkpointer.finish(stop.seconds_left)
+            checkpointer.finish(lambda: stop.seconds_left)
         self.launcher_is_unaware = stop.launcher_is_unaware
         self._log_end(folder, telemetry)
         if checkpointer.failure:

@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -25,6 +26,8 @@ from tests.components.test_resume import (
     train,  # noqa: F401
     whole,  # noqa: F401
 )
+from tests.diloco.toy import join
+from tests.processes import ProcessPool
 from tests.store.places import BucketServer, Place
 from tests.test_trainer import around_steps
 from torchtitan_diloco.base.user import UserError
@@ -39,7 +42,7 @@ from torchtitan_diloco.components.checkpoint_folder import (
 from torchtitan_diloco.components.copies import Copies
 from torchtitan_diloco.components.mirror import other_settings
 from torchtitan_diloco.config import ConfigError, load_config, to_toml
-from torchtitan_diloco.config.schema import portable
+from torchtitan_diloco.config.schema import Checkpoint, portable
 from torchtitan_diloco.launching.preflight import missing
 from torchtitan_diloco.store import open_store
 from torchtitan_diloco.trainer import Trainer
@@ -418,6 +421,24 @@ def test_a_slow_copy_is_waited_for_at_the_end_for_a_bounded_time(
     few["checkpoint.mirror_wait_seconds"] = 60
     run(mirrored(text, tmp_path / "run", tmp_path / "mirror", **few))
     assert steps_in(tmp_path / "mirror") == [STEPS]
+
+
+def _seconds_of_a_wait(location: Path, seconds: list[float]) -> list[float]:
+    """Return the seconds for which this rank waits for a mirror, if each has so many."""
+    world = join(2)
+    settings: dict[str, Any] = {"island": "", "writes": True, "toml": "", "check": print}
+    config = Checkpoint(mirror=str(location))
+    copier = mirror.Mirror(config, world, Mock(), location, **settings)
+    with patch.object(mirror, "wait") as waits:
+        waits.return_value.not_done = set()
+        copier.finish(seconds[world.rank])
+    return [call.args[1] for call in waits.call_args_list]
+
+
+def test_the_machine_that_goes_away_first_decides_how_long_all_wait(
+    tmp_path: Path, processes: ProcessPool
+) -> None:
+    assert processes.run(_seconds_of_a_wait, 2, tmp_path, [300.0, 20.0]) == [[20.0], [20.0]]
 
 
 def test_settings_that_cannot_be_a_mirror(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -382,7 +382,11 @@ class Mirror:
     # --- the end ----------------------------------------------------------------------------------
 
     def finish(self, seconds: float) -> None:
-        """Wait for the copy of the last checkpoint, and say what is not copied. Collective."""
+        """Wait for the copy of the last checkpoint, and say what is not copied. Collective.
+
+        `seconds`: time that this rank has. That of the machine that goes away first counts.
+        """
+        seconds = min(gather_objects(float(seconds), self._world.saving))
         last = self._offered
         if last is not None and last not in self._under_way:  # it was skipped, on all workers
             self._submit(last)
