@@ -63,6 +63,7 @@ from torchtitan_diloco.distributed.collectives import (
     Requests,
     StopRequest,
     longest_lag,
+    naming_lost_ranks,
     on_all_ranks,
     watch_notices,
 )
@@ -135,13 +136,7 @@ class Trainer:
         config = self.config
         folder = Path(config.run.folder).expanduser()
         own_folder = folder_of_worker(folder, self.world.worker)
-        lock = claim_run_folder(self.world, folder, start=self.start, toml=self.toml)
-        for line in (f"{'folder':<10} {folder}", *self.outer.describe()):
-            logger.info(line)
-        self._load()
-        self.begin()
-        if self.mirror is not None:
-            self.mirror.claim()  # only now, as a start that fails must not stop another one's copies
+        lock = self._claim(folder)
         with (
             GarbageCollection() as garbage,
             lock or nullcontext(),
@@ -298,6 +293,20 @@ class Trainer:
         if self.course.finished:
             self.outer.drain()
         return StepResult(cross_entropy=loss, gradient_norm=norm, skipped=skipped)
+
+    def _claim(self, folder: Path) -> FolderLock | None:
+        """Make the folder that of this run, load the checkpoint, and join the run. Return, on the
+        first rank of a worker, the lock of its folder."""
+        with naming_lost_ranks(self.world, "at the start"):
+            lock = claim_run_folder(self.world, folder, start=self.start, toml=self.toml)
+            for line in (f"{'folder':<10} {folder}", *self.outer.describe()):
+                logger.info(line)
+            self._load()
+            self.begin()
+            # Only now, as a start that fails must not stop the copies of another one.
+            if self.mirror is not None:
+                self.mirror.claim()
+        return lock
 
     def begin(self) -> None:
         """Join the run, and open the data where this worker begins to read."""

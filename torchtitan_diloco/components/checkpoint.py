@@ -18,7 +18,7 @@ import json
 import shutil
 import time
 import zlib
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -360,7 +360,8 @@ class Checkpointer:
         self.wait()
         if self._mirror is not None:
             most = min(seconds_left() - LEAVE_SECONDS, self._config.mirror_wait_seconds)
-            self._mirror.finish(max(0.0, most))
+            with naming_lost_ranks(self._world, "in the wait for the mirror"):
+                self._mirror.finish(max(0.0, most))
 
     def close(self) -> None:
         """Give a save under way some time. Its failure must not hide why the run has ended.

@@ -23,7 +23,7 @@ from torchtitan_diloco.base.user import (
 )
 from torchtitan_diloco.config import Config, ConfigError, from_command_line
 from torchtitan_diloco.config.schema import Run
-from torchtitan_diloco.distributed.collectives import RanksLostError
+from torchtitan_diloco.distributed.collectives import RanksLostError, naming_lost_ranks
 from torchtitan_diloco.distributed.job import Job
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.launching.launch import LAUNCHER, end_run, folder_of_run
@@ -76,7 +76,8 @@ def _train(config: Config, job: Job) -> int:
     config = replace(config, run=replace(config.run, folder=folder_of_run(config)))
     world = join(config)
     job.begin()
-    trainer = Trainer(config, world, note_step=job.complete_step)
+    with naming_lost_ranks(world, "at the start"):
+        trainer = Trainer(config, world, note_step=job.complete_step)
     trainer.run()
     # All ranks close their files before a launcher ends them. One that has left has nothing more to
     # write.
