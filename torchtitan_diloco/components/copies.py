@@ -170,6 +170,8 @@ class Copies:
             copied = self._save_file(path / file, self._folder(copy, worker) + file, begun=begun)
             if copied != expected:
                 raise UserError(f"{path / file} has changed since it was saved")
+        if not self._store.list(f"{self._prefix}start/"):  # the bucket deletes old objects
+            self.take_over(token)
         if not self.is_newest(token):
             raise TakenOverError(f"{self.location}: a later start of this run has taken it over")
         self._store_anew(name, text, resume=False)
