@@ -72,6 +72,25 @@ def test_a_run_that_has_lost_its_folder_goes_on_bit_for_bit(
     assert location not in read_manifest(last(tmp_path / "found")).config
 
 
+def test_a_mirror_without_checkpoints_is_named_if_the_folder_has_none_either(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Such as the mount point of a disk that is not mounted."""
+    location = tmp_path / "mirror"
+    wanted = mirrored(text, tmp_path / "run", location, **{"checkpoint.at_end": "false"})
+    for new in (", which was just made or was empty,", ""):
+        caplog.clear()
+        run(wanted | {"training.steps": "2"})
+        (warning,) = [line for line in caplog.messages if line.startswith("mirror: ")]
+        assert warning.startswith(f"mirror: {location}{new} has no checkpoints, and run.folder")
+    run(wanted)
+    caplog.clear()
+    run(wanted)
+    assert "has no checkpoints" not in caplog.text
+
+
 def test_the_checksums_of_what_was_just_fetched_are_not_compared_again(
     text: Path,  # noqa: F811
     tmp_path: Path,
@@ -344,6 +363,7 @@ def test_a_mirror_that_is_away_is_named_once_and_at_the_end(
         run(mirrored(text, tmp_path / "run", location, **{"checkpoint.every": 3}))
     assert saved_steps(tmp_path / "run/worker-0") == [3, 6, 9, 12, 15, 16]
     warnings = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    assert "has no checkpoints, and run.folder has none" in warnings.pop(0)
     assert "step 3 of worker 0 was not copied: " in warnings[0]
     assert "training continues, and the next save tries again" in warnings[0]
     if comes_back:

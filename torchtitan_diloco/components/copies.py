@@ -87,6 +87,7 @@ class Copies:
     def __init__(self, store: Store, prefix: str = "", part_bytes: int = PART_BYTES) -> None:
         """`prefix`: of all names. Empty: that of the login."""
         self.location = store.location
+        self.is_new_store = store.backend.is_new
         self._store = store
         self._part_bytes = part_bytes
         self._prefix = prefix or store.backend.own_prefix

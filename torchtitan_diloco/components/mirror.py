@@ -72,6 +72,8 @@ class _Seen:
     location: str = ""
     problem: str = ""
     """Why the mirror cannot be used, if so."""
+    is_new: bool = False
+    """Whether nothing was stored there before."""
     copies: list[Copy] = field(default_factory=list)
 
 
@@ -186,6 +188,13 @@ class Mirror:
                 )
             self._note_failure(problem, says=world.is_first)
             return start
+        if not (start.goes_on or seen.copies) and world.is_first:
+            # It may have some on a disk that is not mounted.
+            new = ", which was just made or was empty," if seen.is_new else ""
+            logger.warning(
+                f"mirror: {seen.location}{new} has no checkpoints, and run.folder has none: the "
+                "run begins anew. If it was mirrored before, stop it and look for its mirror"
+            )
         start = self._newer(start, seen.copies)
         known = start.goes_on and start.manifest and Copy.of(start.manifest) in seen.copies
         if start.goes_on and not known:
@@ -213,7 +222,9 @@ class Mirror:
         """Open the mirror. `adopts`: as in `_open`."""
         try:
             self._copies = self._open(adopts)
-            return _Seen(self._run, self._copies.location, copies=self._copies.whole())
+            copies = self._copies
+            whole = copies.whole()
+            return _Seen(self._run, copies.location, is_new=copies.is_new_store, copies=whole)
         except StoreError as error:
             return _Seen(self._run, problem=str(error))
 
