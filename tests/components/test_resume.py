@@ -9,6 +9,7 @@ from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from tests.conftest import write_text
 from tests.processes import DIED, ProcessPool, counting_sent
 from tests.test_trainer import LOSS, VALIDATION, curve, join, records, sending, settings
+from torchtitan_diloco.components import run_folder
 from torchtitan_diloco.components.checkpoint import RANDOM
 from torchtitan_diloco.components.checkpoint_folder import (
     Manifest,
@@ -306,7 +308,7 @@ def _run_on_a_node_of_its_own(wanted: dict[str, str], parent: Path) -> str:
     """Train in a relative folder, as on nodes that share no disk."""
     node = parent / f"node-{os.environ['RANK']}"
     node.mkdir(parents=True, exist_ok=True)
-    with chdir(node):
+    with chdir(node), patch.object(run_folder, "SHARED_SECONDS", 0.0):
         try:
             return run(wanted)
         except ValueError as error:
@@ -355,7 +357,8 @@ def test_nodes_of_one_worker_have_to_share_a_disk(
 ) -> None:
     wanted = chosen(text, "", **(FP32 | {"diloco.workers": 1})) | {"run.folder": "run"}
     for error in processes.run(_run_on_a_node_of_its_own, 2, wanted, tmp_path):
-        assert re.search("could not be saved: .* its nodes must share run.folder", error)
+        assert re.search(r"run\.lock is not here, .* the nodes of a worker must share", error)
+    assert not (tmp_path / "node-0/run/worker-0/metrics.jsonl").exists(), "before it trains"
     path = checkpoint(tmp_path / "node-0/run", 16)
     shutil.copytree(checkpoint(whole, 16), path)
     for error in processes.run(_run_on_a_node_of_its_own, 2, wanted, tmp_path):
