@@ -43,6 +43,7 @@ from torchtitan_diloco.components.run_plan import (
     log_plan,
     plan_run,
 )
+from torchtitan_diloco.components.same_model import check_same_model
 from torchtitan_diloco.components.sampling import build_sampler
 from torchtitan_diloco.components.skipped_steps import SkippedSteps
 from torchtitan_diloco.components.summary import log_summary
@@ -91,7 +92,8 @@ class Trainer:
         self.lr = 0.0
         tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
         self._find_start()
-        check_tokenizer(self.start.manifest, tokenizer.name, tokenizer.fingerprint)
+        if self.start.manifest is not None:
+            self._check_start(self.start.manifest, goes_on=self.start.goes_on)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
         length = config.training.sequence_length
         end = tokenizer.end_of_document
@@ -115,14 +117,18 @@ class Trainer:
         """Find what the run starts from."""
         config = self.config
         world = self.world
-        tokenizer = self.tokenizer
-        check = partial(check_tokenizer, name=tokenizer.name, fingerprint=tokenizer.fingerprint)
+        check = partial(self._check_start, goes_on=True)
         other_run = OtherRun(world, config.checkpoint.resume, run_folder=config.run.folder)
         this_run = ThisRun(world, config.run.folder)
         self.mirror = build_mirror(config, world, this_run, self.toml, check=check)
         # A run that has lost its folder may also have lost what it started from, so that its mirror
         # comes before `checkpoint.resume`.
         self.start = find_start(filter(None, (this_run, self.mirror, other_run)))
+
+    def _check_start(self, manifest: Manifest, *, goes_on: bool) -> None:
+        """Raise if the checkpoint of a manifest has parameters or tokens of another meaning."""
+        check_tokenizer(manifest, self.tokenizer.name, self.tokenizer.fingerprint)
+        check_same_model(manifest, self.config.model, goes_on=goes_on)
 
     @property
     def step(self) -> int:

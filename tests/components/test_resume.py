@@ -19,6 +19,7 @@ from torch import Tensor
 from tests.conftest import write_text
 from tests.processes import DIED, ProcessPool, counting_sent
 from tests.test_trainer import LOSS, VALIDATION, curve, join, records, sending, settings
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components import run_folder
 from torchtitan_diloco.components.checkpoint import RANDOM
 from torchtitan_diloco.components.checkpoint_folder import (
@@ -337,6 +338,14 @@ def test_workers_on_disks_of_their_own_go_on_as_on_one(
     train(**{"training.steps": STEPS + 1})
     assert step_of(last(nodes[1], worker=1)) == STEPS + 1
     assert_same(shared_part(last(nodes[1], worker=1)), shared_part(last(nodes[0])))
+
+
+def test_a_run_does_not_go_on_with_other_heads(text: Path, tmp_path: Path) -> None:
+    """They have the same parameters."""
+    wanted = chosen(text, tmp_path, **{"model.qk_norm": "false", "training.stop_after": 4})
+    run(wanted)
+    with pytest.raises(UserError, match=r"trained with model\.heads = 2 \(here 4\), .* as there"):
+        run(wanted | {"model.heads": "4", "model.head_dim": "8"})
 
 
 def test_a_run_that_is_lost_in_its_first_save_starts_over(
