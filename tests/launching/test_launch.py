@@ -1,5 +1,6 @@
 """Decisions of the launcher before it starts anything."""
 
+import fcntl
 import logging
 import os
 import re
@@ -22,7 +23,7 @@ from tests.test_trainer import settings, words
 from torchtitan_diloco.base.hardware import available_cores
 from torchtitan_diloco.base.user import FENCED, USER_ERROR
 from torchtitan_diloco.config import Config, from_command_line, load_config, parse_config
-from torchtitan_diloco.launching.launch import describe_failures, main
+from torchtitan_diloco.launching.launch import describe_failures, folder_of_messages, main
 from torchtitan_diloco.launching.nodes import read_nodes
 
 SECOND = {"NNODES": "2", "NODE_RANK": "1"}
@@ -383,6 +384,7 @@ def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, by: signal.Signals) -
         ("crash:7:9", 2, 7, "error: rank 1 failed with exit code 7"),
         ("crash:2:9", 2, 2, "error: stand-in failed on rank 1"),  # a mistake of the user
         ("crash:4:9", 2, 4, "error: stand-in failed on rank 1"),  # an island's slot was taken
+        ("clean,crash:4:9", 2, 4, "error: stand-in failed on rank 1"),
     ],
 )
 def test_a_failing_rank_is_named_and_ends_the_others(
@@ -395,6 +397,14 @@ def test_a_failing_rank_is_named_and_ends_the_others(
     assert run.printed().count("started ") == workers
     lines = run.printed().splitlines()
     assert any(line.startswith(last) for line in lines), run.printed()
+
+
+def test_the_folder_of_messages_is_locked_against_who_cleans_up() -> None:
+    with folder_of_messages() as folder:
+        other = os.open(folder, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
 
 
 def test_a_crashed_run_keeps_its_id_which_names_its_folder(tmp_path: Path) -> None:
