@@ -333,7 +333,7 @@ def test_an_island_that_stops_says_how_to_resume(
     """With `islands.local` by the folder of all islands, not by its own."""
     caplog.set_level(logging.INFO)
     log_early_end(Config(), Path("runs/island-1"), 4, "left after {}".format)
-    monkeypatch.setenv(LOCAL_ISLANDS, "runs")
+    monkeypatch.setenv(LOCAL_ISLANDS, "all runs")
     log_early_end(Config(), Path("runs/island-1"), 4, "left after {}".format)
     resumes = "left after a signal; the same command with --run.folder {} resumes it"
-    assert caplog.messages == [resumes.format(one) for one in ("runs/island-1", "runs")]
+    assert caplog.messages == [resumes.format(one) for one in ("runs/island-1", "'all runs'")]

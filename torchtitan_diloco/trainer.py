@@ -1,5 +1,6 @@
 """Trainer: builds the parts of a run from its configuration, and trains."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from functools import partial
@@ -209,8 +210,8 @@ class Trainer:
         if checkpointer.failure:
             raise UserError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "
-                f"start the same command again with --run.folder {folder}, which resumes from the "
-                "checkpoint before, if there is one"
+                f"start the same command again with --run.folder {shlex.quote(str(folder))}, "
+                "which resumes from the checkpoint before, if there is one"
             )
         return folder
 

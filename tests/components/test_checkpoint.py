@@ -44,13 +44,13 @@ def test_a_full_disk_leaves_training_and_other_checkpoints(
         save_file(rows, file)
 
     monkeypatch.setattr(checkpoint, "save_file", save)
-    file = "run/worker-0/step-00000016.incomplete/rank-0.safetensors"
-    reason = f"the last checkpoint could not be saved: .*{file} .*Is a directory"
+    file = "a run/worker-0/step-00000016.incomplete/rank-0.safetensors"
+    reason = f"the last checkpoint could not be saved: .*{file} .*a directory.*folder '.*/a run',"
     with pytest.raises(ValueError, match=reason):
-        run(chosen(text, tmp_path / "run"))
-    assert saved_steps(tmp_path / "run/worker-0") == [4, 12]
-    run(chosen(text, tmp_path / "run"))
-    assert step_of(last(tmp_path / "run")) == STEPS
+        run(chosen(text, tmp_path / "a run"))
+    assert saved_steps(tmp_path / "a run/worker-0") == [4, 12]
+    run(chosen(text, tmp_path / "a run"))
+    assert step_of(last(tmp_path / "a run")) == STEPS
 
 
 def test_a_save_takes_from_the_time_for_the_mirror(tmp_path: Path) -> None:
