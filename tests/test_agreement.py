@@ -12,8 +12,9 @@ import pytest
 
 from tests.processes import ProcessPool
 from tests.test_trainer import join, settings
-from torchtitan_diloco import trainer
-from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.base.user import PACKAGE, UserError
+from torchtitan_diloco.components import common_facts
+from torchtitan_diloco.components.common_facts import OWN_SETTINGS
 from torchtitan_diloco.config import Config, load_config
 from torchtitan_diloco.config.loader import SECRETS
 from torchtitan_diloco.config.schema import Model
@@ -51,7 +52,7 @@ def _start(chosen: dict[str, str], copies: dict[str, Path]) -> dict[str, str]:
     for changed, copy in copies.items():
         with pytest.MonkeyPatch.context() as patched:
             if world.rank == 1:
-                patched.setattr(trainer, "PACKAGE", copy)
+                patched.setattr(common_facts, "PACKAGE", copy)
                 patched.setattr(agreement, "PLACES", (copy / "diloco", copy / "base"))
             if changed == "mine.py":
                 patched.setitem(FLAVORS, "debug", build_mine)
@@ -74,7 +75,7 @@ def test_ranks_with_other_code_are_refused(text: Path, processes: ProcessPool) -
     """The error names the part that differs. Where the code lies makes no difference."""
     copies = {changed: text.parent / f"copy of {changed}" for changed in CHANGED}
     for changed, copy in copies.items():
-        shutil.copytree(trainer.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
         if (copy / changed).is_file():
             (copy / changed).write_text((copy / changed).read_text() + "# other\n")
     for rank in range(2):
@@ -137,4 +138,4 @@ def test_all_settings_that_are_not_shown_are_secrets() -> None:
         if not setting.repr
     }
     assert hidden == set(SECRETS)
-    assert hidden < trainer.OWN_SETTINGS
+    assert hidden < OWN_SETTINGS

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
+from torchtitan_diloco.components.common_facts import COMPUTES
 from torchtitan_diloco.diloco.agreement import PLACES
-from torchtitan_diloco.trainer import COMPUTES
 
 PACKAGE = REPOSITORY / "torchtitan_diloco"
 MAY_IMPORT = {

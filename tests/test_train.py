@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,11 @@ import pytest
 import torch
 
 import torchtitan_diloco.trainer
-from tests.processes import ProcessPool
+from tests.processes import DIED, ProcessPool
 from tests.test_trainer import settings, words
 from torchtitan_diloco.base.formatting import clock, few_digits
 from torchtitan_diloco.base.hardware import GIB, GLOO_INTERFACE
-from torchtitan_diloco.base.user import FENCED, LOCAL_ISLANDS, UserError
+from torchtitan_diloco.base.user import FENCED, LOCAL_ISLANDS, WORKER_LOST, UserError
 from torchtitan_diloco.components import run_plan
 from torchtitan_diloco.components.run_plan import (
     check_memory,
@@ -88,6 +89,24 @@ def test_a_process_that_others_do_not_reach_says_over_which_interface(
     reason, _ = processes.run(_join_alone, 2)
     assert "could not connect to all other processes over the lo" in reason
     assert "distributed.init_timeout_seconds = 1): " in reason
+
+
+def _exit_code_beside_a_loss(chosen: dict[str, str], where: str) -> int:
+    """Return the exit code of a rank if the other one is killed where it calls a function."""
+    dies = os.environ["RANK"] == "1"
+    with patch(where, lambda *_, **__: os._exit(9)) if dies else nullcontext():
+        return main(words(chosen))
+
+
+@pytest.mark.parametrize("where", ["Trainer._agree", "claim_run_folder"])
+def test_a_rank_that_is_lost_at_the_start_is_named_by_the_others(
+    text: Path, processes: ProcessPool, where: str
+) -> None:
+    """Such as one that the system kills for its memory: they are not taken for the cause."""
+    chosen = settings(text, diloco__workers=2)
+    place = f"torchtitan_diloco.trainer.{where}"
+    codes = processes.run(_exit_code_beside_a_loss, 2, chosen, place, dying={1})
+    assert codes == [WORKER_LOST, DIED]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +333,7 @@ def test_an_island_that_stops_says_how_to_resume(
     """With `islands.local` by the folder of all islands, not by its own."""
     caplog.set_level(logging.INFO)
     log_early_end(Config(), Path("runs/island-1"), 4, "left after {}".format)
-    monkeypatch.setenv(LOCAL_ISLANDS, "runs")
+    monkeypatch.setenv(LOCAL_ISLANDS, "all runs")
     log_early_end(Config(), Path("runs/island-1"), 4, "left after {}".format)
     resumes = "left after a signal; the same command with --run.folder {} resumes it"
-    assert caplog.messages == [resumes.format(one) for one in ("runs/island-1", "runs")]
+    assert caplog.messages == [resumes.format(one) for one in ("runs/island-1", "'all runs'")]

@@ -1,5 +1,6 @@
 """Trainer: builds the parts of a run from its configuration, and trains."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from functools import partial
@@ -13,6 +14,7 @@ from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint import Checkpointer, Loads, RunPart, RunState
 from torchtitan_diloco.components.checkpoint_folder import Manifest, folder_of_worker
+from torchtitan_diloco.components.common_facts import common_code, common_settings
 from torchtitan_diloco.components.garbage import GarbageCollection
 from torchtitan_diloco.components.group_entries import GroupEntries, SavedEntries
 from torchtitan_diloco.components.loss import loss_head
@@ -42,6 +44,7 @@ from torchtitan_diloco.components.run_plan import (
     log_plan,
     plan_run,
 )
+from torchtitan_diloco.components.same_model import check_same_model
 from torchtitan_diloco.components.sampling import build_sampler
 from torchtitan_diloco.components.skipped_steps import SkippedSteps
 from torchtitan_diloco.components.summary import log_summary
@@ -49,21 +52,20 @@ from torchtitan_diloco.components.telemetry import SavedTelemetry, StepResult, T
 from torchtitan_diloco.components.traffic import traffic_of
 from torchtitan_diloco.components.validation import SavedValidation, build_validator
 from torchtitan_diloco.config import Config, to_toml
-from torchtitan_diloco.config.loader import SECRETS
 from torchtitan_diloco.config.parts import OPTIMIZERS
-from torchtitan_diloco.config.schema import PRICES, flat_settings, portable
+from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.course import Course, JobCourse, counted_before
 from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diagnosis.watch import Diagnosis, Stacks
 from torchtitan_diloco.diloco import StreamingDiLoCo
-from torchtitan_diloco.diloco.agreement import agree, code_facts, module_facts
-from torchtitan_diloco.diloco.config import MAY_DIFFER
+from torchtitan_diloco.diloco.agreement import agree
 from torchtitan_diloco.diloco.data_parallel import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import (
     Requests,
     StopRequest,
     longest_lag,
+    naming_lost_ranks,
     on_all_ranks,
     watch_notices,
 )
@@ -73,32 +75,6 @@ from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.activations import activation_bytes
 from torchtitan_diloco.models.interface import describe, flops_per_token, parameter_counts
 from torchtitan_diloco.models.parallelize import compute_dtype, materialize, parallelize
-
-OWN_SETTINGS = {
-    "run.folder",
-    "run.preemption",
-    "run.preemption_address",
-    "data.cache_folder",
-    *PRICES,
-    *MAY_DIFFER,
-    *SECRETS,
-}
-"""Settings that may differ between the processes of a run, or that no other rank may see."""
-PACKAGE = Path(__file__).parent
-COMPUTES = (
-    "components",
-    "config",
-    "course.py",
-    "data",
-    "distributed",
-    "export",
-    "island_course.py",
-    "islands",
-    "models",
-    "store",
-    "trainer.py",
-)
-"""Code that decides what is computed, which all ranks must have in common with that of `diloco`."""
 
 
 class Trainer:
@@ -112,12 +88,13 @@ class Trainer:
         self.toml = to_toml(portable(config))
         self.ranks = config.workers * world.ranks_per_worker
         """Number of ranks of all workers, including those of other islands."""
-        self.only_noticed = False
-        """Whether the run was stopped by a notice to this rank, of which no launcher knows."""
+        self.launcher_is_unaware = False
+        """Whether a rank has asked to stop, of which the launcher of this one does not know."""
         self.lr = 0.0
         tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
         self._find_start()
-        check_tokenizer(self.start.manifest, tokenizer.name, tokenizer.fingerprint)
+        if self.start.manifest is not None:
+            self._check_start(self.start.manifest, goes_on=self.start.goes_on)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
         length = config.training.sequence_length
         end = tokenizer.end_of_document
@@ -141,14 +118,18 @@ class Trainer:
         """Find what the run starts from."""
         config = self.config
         world = self.world
-        tokenizer = self.tokenizer
-        check = partial(check_tokenizer, name=tokenizer.name, fingerprint=tokenizer.fingerprint)
+        check = partial(self._check_start, goes_on=True)
         other_run = OtherRun(world, config.checkpoint.resume, run_folder=config.run.folder)
         this_run = ThisRun(world, config.run.folder)
         self.mirror = build_mirror(config, world, this_run, self.toml, check=check)
         # A run that has lost its folder may also have lost what it started from, so that its mirror
         # comes before `checkpoint.resume`.
         self.start = find_start(filter(None, (this_run, self.mirror, other_run)))
+
+    def _check_start(self, manifest: Manifest, *, goes_on: bool) -> None:
+        """Raise if the checkpoint of a manifest has parameters or tokens of another meaning."""
+        check_tokenizer(manifest, self.tokenizer.name, self.tokenizer.fingerprint)
+        check_same_model(manifest, self.config.model, goes_on=goes_on)
 
     @property
     def step(self) -> int:
@@ -162,11 +143,7 @@ class Trainer:
         config = self.config
         folder = Path(config.run.folder).expanduser()
         own_folder = folder_of_worker(folder, self.world.worker)
-        lock = claim_run_folder(self.world, folder, start=self.start, toml=self.toml)
-        for line in (f"{'folder':<10} {folder}", *self.outer.describe()):
-            logger.info(line)
-        self._load()
-        self.begin()
+        lock = self._claim(folder)
         with (
             GarbageCollection() as garbage,
             lock or nullcontext(),
@@ -227,16 +204,21 @@ class Trainer:
             self.outer.drain()
             if self.course.took_end:
                 self._save_end(checkpointer)
-            checkpointer.finish(stop.seconds_left)
-            self.only_noticed = stop.only_noticed
+            checkpointer.finish(lambda: stop.seconds_left)
+        self.launcher_is_unaware = stop.launcher_is_unaware
         self._log_end(folder, telemetry)
         if checkpointer.failure:
             raise UserError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "
-                f"start the same command again with --run.folder {folder}, which resumes from the "
-                "checkpoint before, if there is one"
+                f"start the same command again with --run.folder {shlex.quote(str(folder))}, "
+                "which resumes from the checkpoint before, if there is one"
             )
         return folder
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the end of the run or `training.stop_after` is reached."""
+        return self._is_paused or (self.course.finished and not self.course.has_left)
 
     @property
     def _is_paused(self) -> bool:
@@ -318,6 +300,20 @@ class Trainer:
         if self.course.finished:
             self.outer.drain()
         return StepResult(cross_entropy=loss, gradient_norm=norm, skipped=skipped)
+
+    def _claim(self, folder: Path) -> FolderLock | None:
+        """Make the folder that of this run, load the checkpoint, and join the run. Return, on the
+        first rank of a worker, the lock of its folder."""
+        with naming_lost_ranks(self.world, "at the start"):
+            lock = claim_run_folder(self.world, folder, start=self.start, toml=self.toml)
+            for line in (f"{'folder':<10} {folder}", *self.outer.describe()):
+                logger.info(line)
+            self._load()
+            self.begin()
+            # Only now, as a start that fails must not stop the copies of another one.
+            if self.mirror is not None:
+                self.mirror.claim()
+        return lock
 
     def begin(self) -> None:
         """Join the run, and open the data where this worker begins to read."""
@@ -479,8 +475,7 @@ class Trainer:
 
     def _agree(self) -> None:
         """Raise unless all ranks have the same settings, data, weights and code."""
-        settings = flat_settings(self.config).items()
-        facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
+        facts = common_settings(self.config)
         facts |= {key: str(fact) for key, fact in self.data.common_facts.items()}
         weights = self._initial_weights
         if weights:
@@ -490,10 +485,5 @@ class Trainer:
         facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
         if join := self.config.islands.join:
             facts["run in islands.join"] = location_id(join)
-        # FLAVORS may have models of other modules than those of run.imports.
-        modules = {type(self.model).__module__, *self.config.run.imports}
-        for name in sorted(modules):
-            if not name.startswith(f"{__package__}."):
-                facts |= module_facts(name)
-        code = [PACKAGE / name for name in COMPUTES]
-        agree(facts | code_facts(*code), self.world.control, "rank")
+        facts |= common_code(self.model, self.config.run.imports)
+        agree(facts, self.world.control, "rank")

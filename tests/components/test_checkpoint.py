@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.components.checkpoints import EMPTY, alone, saved_steps, toy_state
+from tests.components.checkpoints import ALONE, EMPTY, alone, saved_steps, toy_state
 from tests.components.test_resume import STEPS, chosen, last, run
 from tests.processes import DIED, ProcessPool
 from tests.test_trainer import around_steps
 from torchtitan_diloco.components import checkpoint
-from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.checkpoint import LEAVE_SECONDS, Checkpointer
 from torchtitan_diloco.components.checkpoint_folder import (
     complete,
     complete_checkpoints,
@@ -44,13 +44,24 @@ def test_a_full_disk_leaves_training_and_other_checkpoints(
         save_file(rows, file)
 
     monkeypatch.setattr(checkpoint, "save_file", save)
-    file = "run/worker-0/step-00000016.incomplete/rank-0.safetensors"
-    reason = f"the last checkpoint could not be saved: .*{file} .*Is a directory"
+    file = "a run/worker-0/step-00000016.incomplete/rank-0.safetensors"
+    reason = f"the last checkpoint could not be saved: .*{file} .*a directory.*folder '.*/a run',"
     with pytest.raises(ValueError, match=reason):
-        run(chosen(text, tmp_path / "run"))
-    assert saved_steps(tmp_path / "run/worker-0") == [4, 12]
-    run(chosen(text, tmp_path / "run"))
-    assert step_of(last(tmp_path / "run")) == STEPS
+        run(chosen(text, tmp_path / "a run"))
+    assert saved_steps(tmp_path / "a run/worker-0") == [4, 12]
+    run(chosen(text, tmp_path / "a run"))
+    assert step_of(last(tmp_path / "a run")) == STEPS
+
+
+def test_a_save_takes_from_the_time_for_the_mirror(tmp_path: Path) -> None:
+    """On a machine that is taken away."""
+    copier = Mock(held=set())
+    settings = Checkpoint()
+    state = toy_state()
+    checkpointer = Checkpointer(settings, tmp_path, ALONE, state, about=EMPTY, mirror=copier)
+    checkpointer.save(4, tokens=0, position=None)
+    checkpointer.finish(lambda: 20.0 if saved_steps(tmp_path) else 99.0)
+    copier.finish.assert_called_once_with(20.0 - LEAVE_SECONDS)
 
 
 def test_a_late_save_holds_its_own_step_and_is_finished_although_the_run_fails(

@@ -172,6 +172,17 @@ def test_a_later_start_of_the_run_takes_the_mirror_over(tmp_path: Path) -> None:
     assert len(copies.whole()) == 1
 
 
+def test_a_token_that_has_expired_is_written_again(tmp_path: Path) -> None:
+    """It is the oldest object, so that a rule of a bucket deletes it first."""
+    copies = copies_in(tmp_path / "mirror")
+    for step in (4, 8):
+        (token,) = (tmp_path / "mirror/start").iterdir()
+        token.unlink()
+        copies.save(write_checkpoint(tmp_path / "here", step, save=step), 0, TOKEN)
+    assert [copy.step for copy in copies.whole()] == [4, 8]
+    assert copies.is_newest(TOKEN)
+
+
 def test_copies_read_only_what_they_have_written(tmp_path: Path) -> None:
     (tmp_path / "mirror/copy/notes").mkdir(parents=True)
     (tmp_path / "mirror/copy/notes/worker-0").write_text("mine")

@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -25,6 +26,8 @@ from tests.components.test_resume import (
     train,  # noqa: F401
     whole,  # noqa: F401
 )
+from tests.diloco.toy import join
+from tests.processes import ProcessPool
 from tests.store.places import BucketServer, Place
 from tests.test_trainer import around_steps
 from torchtitan_diloco.base.user import UserError
@@ -39,7 +42,7 @@ from torchtitan_diloco.components.checkpoint_folder import (
 from torchtitan_diloco.components.copies import Copies
 from torchtitan_diloco.components.mirror import other_settings
 from torchtitan_diloco.config import ConfigError, load_config, to_toml
-from torchtitan_diloco.config.schema import portable
+from torchtitan_diloco.config.schema import Checkpoint, portable
 from torchtitan_diloco.launching.preflight import missing
 from torchtitan_diloco.store import open_store
 from torchtitan_diloco.trainer import Trainer
@@ -67,6 +70,25 @@ def test_a_run_that_has_lost_its_folder_goes_on_bit_for_bit(
     assert_same_end(tmp_path / "whole", tmp_path / "found")
     assert "checkpoint.mirror" not in read_manifest(last(tmp_path / "found")).config
     assert location not in read_manifest(last(tmp_path / "found")).config
+
+
+def test_a_mirror_without_checkpoints_is_named_if_the_folder_has_none_either(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Such as the mount point of a disk that is not mounted."""
+    location = tmp_path / "mirror"
+    wanted = mirrored(text, tmp_path / "run", location, **{"checkpoint.at_end": "false"})
+    for new in (", which was just made or was empty,", ""):
+        caplog.clear()
+        run(wanted | {"training.steps": "2"})
+        (warning,) = [line for line in caplog.messages if line.startswith("mirror: ")]
+        assert warning.startswith(f"mirror: {location}{new} has no checkpoints, and run.folder")
+    run(wanted)
+    caplog.clear()
+    run(wanted)
+    assert "has no checkpoints" not in caplog.text
 
 
 def test_the_checksums_of_what_was_just_fetched_are_not_compared_again(
@@ -299,6 +321,28 @@ def wait_for_copies(trainer: Trainer) -> None:
         copying.exception()
 
 
+def test_a_start_that_is_refused_leaves_the_mirror_to_the_run_that_trains(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    wanted = mirrored(text, tmp_path / "run", tmp_path / "mirror")
+    refused = list[str]()
+
+    def before(trainer: Trainer) -> None:
+        wait_for_copies(trainer)
+        if trainer.step != 6 or refused:
+            return
+        for more in ({}, {"training.steps": "3"}):
+            with pytest.raises(UserError) as caught:
+                run(wanted | more)
+            refused.append(str(caught.value))
+
+    with around_steps(before=before):
+        run(wanted)
+    assert "is in use by another run" in refused[0]
+    assert steps_in(tmp_path / "mirror") == [4, 8, 12, 16]
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_mirror_that_is_away_is_named_once_and_at_the_end(
     text: Path,  # noqa: F811
@@ -319,6 +363,7 @@ def test_a_mirror_that_is_away_is_named_once_and_at_the_end(
         run(mirrored(text, tmp_path / "run", location, **{"checkpoint.every": 3}))
     assert saved_steps(tmp_path / "run/worker-0") == [3, 6, 9, 12, 15, 16]
     warnings = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    assert "has no checkpoints, and run.folder has none" in warnings.pop(0)
     assert "step 3 of worker 0 was not copied: " in warnings[0]
     assert "training continues, and the next save tries again" in warnings[0]
     if comes_back:
@@ -396,6 +441,24 @@ def test_a_slow_copy_is_waited_for_at_the_end_for_a_bounded_time(
     few["checkpoint.mirror_wait_seconds"] = 60
     run(mirrored(text, tmp_path / "run", tmp_path / "mirror", **few))
     assert steps_in(tmp_path / "mirror") == [STEPS]
+
+
+def _seconds_of_a_wait(location: Path, seconds: list[float]) -> list[float]:
+    """Return the seconds for which this rank waits for a mirror, if each has so many."""
+    world = join(2)
+    settings: dict[str, Any] = {"island": "", "writes": True, "toml": "", "check": print}
+    config = Checkpoint(mirror=str(location))
+    copier = mirror.Mirror(config, world, Mock(), location, **settings)
+    with patch.object(mirror, "wait") as waits:
+        waits.return_value.not_done = set()
+        copier.finish(seconds[world.rank])
+    return [call.args[1] for call in waits.call_args_list]
+
+
+def test_the_machine_that_goes_away_first_decides_how_long_all_wait(
+    tmp_path: Path, processes: ProcessPool
+) -> None:
+    assert processes.run(_seconds_of_a_wait, 2, tmp_path, [300.0, 20.0]) == [[20.0], [20.0]]
 
 
 def test_settings_that_cannot_be_a_mirror(monkeypatch: pytest.MonkeyPatch) -> None:

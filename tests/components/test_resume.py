@@ -9,6 +9,7 @@ from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 from tests.conftest import write_text
 from tests.processes import DIED, ProcessPool, counting_sent
 from tests.test_trainer import LOSS, VALIDATION, curve, join, records, sending, settings
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components import run_folder
 from torchtitan_diloco.components.checkpoint import RANDOM
 from torchtitan_diloco.components.checkpoint_folder import (
     Manifest,
@@ -306,7 +309,7 @@ def _run_on_a_node_of_its_own(wanted: dict[str, str], parent: Path) -> str:
     """Train in a relative folder, as on nodes that share no disk."""
     node = parent / f"node-{os.environ['RANK']}"
     node.mkdir(parents=True, exist_ok=True)
-    with chdir(node):
+    with chdir(node), patch.object(run_folder, "SHARED_SECONDS", 0.0):
         try:
             return run(wanted)
         except ValueError as error:
@@ -337,6 +340,14 @@ def test_workers_on_disks_of_their_own_go_on_as_on_one(
     assert_same(shared_part(last(nodes[1], worker=1)), shared_part(last(nodes[0])))
 
 
+def test_a_run_does_not_go_on_with_other_heads(text: Path, tmp_path: Path) -> None:
+    """They have the same parameters."""
+    wanted = chosen(text, tmp_path, **{"model.qk_norm": "false", "training.stop_after": 4})
+    run(wanted)
+    with pytest.raises(UserError, match=r"trained with model\.heads = 2 \(here 4\), .* as there"):
+        run(wanted | {"model.heads": "4", "model.head_dim": "8"})
+
+
 def test_a_run_that_is_lost_in_its_first_save_starts_over(
     text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
 ) -> None:
@@ -355,7 +366,8 @@ def test_nodes_of_one_worker_have_to_share_a_disk(
 ) -> None:
     wanted = chosen(text, "", **(FP32 | {"diloco.workers": 1})) | {"run.folder": "run"}
     for error in processes.run(_run_on_a_node_of_its_own, 2, wanted, tmp_path):
-        assert re.search("could not be saved: .* its nodes must share run.folder", error)
+        assert re.search(r"run\.lock is not here, .* the nodes of a worker must share", error)
+    assert not (tmp_path / "node-0/run/worker-0/metrics.jsonl").exists(), "before it trains"
     path = checkpoint(tmp_path / "node-0/run", 16)
     shutil.copytree(checkpoint(whole, 16), path)
     for error in processes.run(_run_on_a_node_of_its_own, 2, wanted, tmp_path):

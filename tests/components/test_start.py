@@ -41,7 +41,9 @@ from torchtitan_diloco.components.resume import (
     find_start,
     judge,
 )
+from torchtitan_diloco.components.same_model import check_same_model
 from torchtitan_diloco.components.saved_tensors import SavedTensors
+from torchtitan_diloco.config import load_config, to_toml
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
@@ -132,6 +134,35 @@ def test_workers_that_have_saved_a_step_must_have_it(
     assert found[0] == holders
     assert problem in found[1]
     assert bool(problem) == bool(found[1])
+
+
+LLAMA = {"model.flavor": "llama-1b"}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "goes_on", "named"),
+    [
+        ({"model.heads": "6", "model.head_dim": "16"}, {}, False, "model.head_dim = 16 (here 32)"),
+        ({"model.heads": "6"}, {}, True, "model.heads = 6 (here 3), model.kv_heads = 6 (here 3)"),
+        ({}, {"model.kv_heads": "3"}, True, ""),  # as many as heads
+        ({}, {"model.rotary_base": "100"}, True, "model.rotary_base = 10000.0 (here 100.0)"),
+        ({}, {"model.rotary_base": "100"}, False, ""),
+        (LLAMA, LLAMA | {"model.rotary_scaling": "8"}, True, "rotary_scaling = 32.0 (here 8.0)"),
+        (LLAMA, LLAMA | {"model.rotary_scaling": "32"}, True, ""),
+        ({}, {"model.norm_epsilon": "1e-5", "model.document_mask": "true"}, True, ""),
+    ],
+)
+def test_settings_by_which_parameters_mean_something_else(
+    before: dict[str, str], now: dict[str, str], goes_on: bool, named: str
+) -> None:
+    manifest = replace(EMPTY, config=to_toml(load_config("debug", before)))
+    model = load_config("debug", now).model
+    if not named:
+        check_same_model(manifest, model, goes_on=goes_on)
+        return
+    with pytest.raises(UserError) as caught:
+        check_same_model(manifest, model, goes_on=goes_on)
+    assert named in str(caught.value)
 
 
 def test_a_run_without_a_checkpoint_that_it_can_read_is_not_started_over(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Training program for the tests of the launcher. It does the words of `--run.description`.
 
 `meet`: form a gloo group and print the sum of all ranks. `wait`: wait for a stop signal, finish a
-"step" and end. `hang`: sleep and ignore signals. `crash:CODE:TIMES`: the last rank ends with that
-code, or by that signal if it is negative, while the others wait; not after so many restarts.
+"step" and end. `hang`: sleep and ignore signals. `clean`: delete the folder of messages.
+`crash:CODE:TIMES`: the last rank ends with that code, or by that signal if it is negative, while
+the others wait; not after so many restarts.
 """
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from torchtitan_diloco.base.process import STOP_SIGNALS, run_and_exit
 from torchtitan_diloco.base.user import FENCED, USER_ERROR, WORKER_LOST
-from torchtitan_diloco.launching.launch import end_run, follow_launcher
+from torchtitan_diloco.launching.launch import MESSAGES, end_run, follow_launcher
 
 RANK, SIZE = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
 restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -40,6 +42,8 @@ def main(arguments: list[str]) -> int:
             time.sleep(600)
         elif name == "wait":
             wait_for_signal()
+        elif name == "clean":
+            shutil.rmtree(os.environ[MESSAGES], ignore_errors=True)
         elif int(values[1]) > restarts and RANK == SIZE - 1:
             return crash(int(values[0]))
         elif int(values[1]) > restarts:

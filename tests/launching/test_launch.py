@@ -1,5 +1,6 @@
 """Decisions of the launcher before it starts anything."""
 
+import fcntl
 import logging
 import os
 import re
@@ -16,13 +17,13 @@ from unittest.mock import patch
 import pytest
 
 from benchmarks.network import wait_until
-from tests.launching.running import PATIENCE_SECONDS, launcher, start_interpreter
+from tests.launching.running import PATIENCE_SECONDS, launcher, start, start_interpreter
 from tests.ports import free_port
 from tests.test_trainer import settings, words
 from torchtitan_diloco.base.hardware import available_cores
 from torchtitan_diloco.base.user import FENCED, USER_ERROR
 from torchtitan_diloco.config import Config, from_command_line, load_config, parse_config
-from torchtitan_diloco.launching.launch import describe_failures, main
+from torchtitan_diloco.launching.launch import describe_failures, folder_of_messages, main
 from torchtitan_diloco.launching.nodes import read_nodes
 
 SECOND = {"NNODES": "2", "NODE_RANK": "1"}
@@ -383,6 +384,7 @@ def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, by: signal.Signals) -
         ("crash:7:9", 2, 7, "error: rank 1 failed with exit code 7"),
         ("crash:2:9", 2, 2, "error: stand-in failed on rank 1"),  # a mistake of the user
         ("crash:4:9", 2, 4, "error: stand-in failed on rank 1"),  # an island's slot was taken
+        ("clean,crash:4:9", 2, 4, "error: stand-in failed on rank 1"),
     ],
 )
 def test_a_failing_rank_is_named_and_ends_the_others(
@@ -395,6 +397,14 @@ def test_a_failing_rank_is_named_and_ends_the_others(
     assert run.printed().count("started ") == workers
     lines = run.printed().splitlines()
     assert any(line.startswith(last) for line in lines), run.printed()
+
+
+def test_the_folder_of_messages_is_locked_against_who_cleans_up() -> None:
+    with folder_of_messages() as folder:
+        other = os.open(folder, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
 
 
 def test_a_crashed_run_keeps_its_id_which_names_its_folder(tmp_path: Path) -> None:
@@ -454,3 +464,30 @@ def test_signals_to_the_process_that_was_started(text: Path, tmp_path: Path) -> 
     assert "signal received: the run stops after step" in run.printed()
     for worker in range(2):
         assert [*(text.parent / f"run/worker-{worker}").glob("step-*")], run.printed()
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_signal_to_one_node_ends_the_others_at_once(
+    text: Path, tmp_path: Path, signalled: int
+) -> None:
+    """They do not wait for its launcher, which may have had the store. All are to start again."""
+    many = {"training.steps": 10**6, "training.global_batch_size": 24, "diloco.workers": 2}
+    chosen = settings(text, **many, diloco__method="streaming", checkpoint__at_end="true")
+    meeting = dict[str, Any](NNODES="2", NPROC="1", RDZV_ENDPOINT=f"localhost:{free_port()}")
+    command = ["train", "--run.device", "cpu", *words(chosen)]
+    nodes = [
+        start(tmp_path / f"node-{rank}", command, NODE_RANK=str(rank), **meeting)
+        for rank in range(2)
+    ]
+    try:
+        nodes[0].wait_for("validation after step 4")
+        nodes[signalled].process.send_signal(signal.SIGINT)
+        codes = [node.wait() for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    printed = nodes[0].printed() + nodes[1].printed()
+    assert codes[signalled] == 128 + signal.SIGINT, printed
+    assert codes[1 - signalled] == 128 + signal.SIGTERM, printed
+    assert "Traceback" not in printed
+    assert "barrier" not in printed

@@ -18,7 +18,7 @@ import json
 import shutil
 import time
 import zlib
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -63,6 +63,8 @@ OPTIMIZER = "optimizer/"
 RANDOM = "random/"
 SAVE_AFTER_ERROR_SECONDS = 20.0
 """Time for a save in progress when a run ends with an error."""
+LEAVE_SECONDS = 5.0
+"""Time to end a run, after the wait for the mirror, on a machine that is taken away."""
 
 State = TypeVar("State")
 
@@ -350,11 +352,16 @@ class Checkpointer:
             self.failure = self._saving.result()
         self._saving = None
 
-    def finish(self, most: float) -> None:
-        """Wait for the save under way, and up to `most` seconds for its copy in the mirror."""
+    def finish(self, seconds_left: Callable[[], float]) -> None:
+        """Wait for the save under way, and then for its copy in the mirror.
+
+        `seconds_left`: returns the time until this machine is taken away.
+        """
         self.wait()
         if self._mirror is not None:
-            self._mirror.finish(min(most, self._config.mirror_wait_seconds))
+            most = min(seconds_left() - LEAVE_SECONDS, self._config.mirror_wait_seconds)
+            with naming_lost_ranks(self._world, "in the wait for the mirror"):
+                self._mirror.finish(max(0.0, most))
 
     def close(self) -> None:
         """Give a save under way some time. Its failure must not hide why the run has ended.

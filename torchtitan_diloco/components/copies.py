@@ -87,6 +87,7 @@ class Copies:
     def __init__(self, store: Store, prefix: str = "", part_bytes: int = PART_BYTES) -> None:
         """`prefix`: of all names. Empty: that of the login."""
         self.location = store.location
+        self.is_new_store = store.backend.is_new
         self._store = store
         self._part_bytes = part_bytes
         self._prefix = prefix or store.backend.own_prefix
@@ -170,6 +171,8 @@ class Copies:
             copied = self._save_file(path / file, self._folder(copy, worker) + file, begun=begun)
             if copied != expected:
                 raise UserError(f"{path / file} has changed since it was saved")
+        if not self._store.list(f"{self._prefix}start/"):  # the bucket deletes old objects
+            self.take_over(token)
         if not self.is_newest(token):
             raise TakenOverError(f"{self.location}: a later start of this run has taken it over")
         self._store_anew(name, text, resume=False)

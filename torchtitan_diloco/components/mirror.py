@@ -72,6 +72,8 @@ class _Seen:
     location: str = ""
     problem: str = ""
     """Why the mirror cannot be used, if so."""
+    is_new: bool = False
+    """Whether nothing was stored there before."""
     copies: list[Copy] = field(default_factory=list)
 
 
@@ -152,7 +154,9 @@ class Mirror:
         self._skipped = self._failed = 0
         self._problem = ""
         self._is_said = False
+        self._is_claimed = False
         self._taken_over = False
+        self._lacking: Path | None = None  # checkpoint of this start, which the mirror lacks
         self._newest = -1  # step that was copied last
         self._run = ""
         """Identity of the run."""
@@ -161,7 +165,7 @@ class Mirror:
 
     def find(self, start: Start, /) -> Start:
         """Return what the run starts from: `start`, which `run.folder` has, or a newer copy in the
-        mirror. Collective."""
+        mirror. It only reads there, as this start may still be refused. Collective."""
         world = self._world
         self._run = start.run
         group = world.saving
@@ -184,23 +188,48 @@ class Mirror:
                 )
             self._note_failure(problem, says=world.is_first)
             return start
+        if not (start.goes_on or seen.copies) and world.is_first:
+            # It may have some on a disk that is not mounted.
+            new = ", which was just made or was empty," if seen.is_new else ""
+            logger.warning(
+                f"mirror: {seen.location}{new} has no checkpoints, and run.folder has none: the "
+                "run begins anew. If it was mirrored before, stop it and look for its mirror"
+            )
         start = self._newer(start, seen.copies)
         known = start.goes_on and start.manifest and Copy.of(start.manifest) in seen.copies
-        if start.goes_on and start.checkpoint is not None and not known:
-            self._submit(start.checkpoint)
+        if start.goes_on and not known:
+            self._lacking = start.checkpoint
         return start
+
+    def claim(self) -> None:
+        """Let this start, which is about to train, be the one that writes to the mirror, and copy
+        the checkpoint that it goes on from, if the mirror lacks it. Collective."""
+        on_all_ranks(self._world.saving, self._take_over)
+        if self._lacking is not None:
+            self._submit(self._lacking)
+
+    def _take_over(self) -> None:
+        if not self._is_first or self._copies is None:  # the next save opens the mirror
+            return
+        try:
+            self._copies.take_over(self._token)
+        except StoreError as error:
+            self._note_failure(str(error))
+        else:
+            self._is_claimed = True
 
     def _look(self, adopts: bool) -> _Seen:
         """Open the mirror. `adopts`: as in `_open`."""
         try:
             self._copies = self._open(adopts)
-            return _Seen(self._run, self._copies.location, copies=self._copies.whole())
+            copies = self._copies
+            whole = copies.whole()
+            return _Seen(self._run, copies.location, is_new=copies.is_new_store, copies=whole)
         except StoreError as error:
             return _Seen(self._run, problem=str(error))
 
     def _open(self, adopts: bool = False) -> Copies:
-        """Open the store, and let this start be the one that writes there. Raise if the copies of
-        another run are there.
+        """Open the store. Raise if the copies of another run are there.
 
         `adopts`: this run has no checkpoint, and may be the one whose copies are there.
         """
@@ -219,7 +248,6 @@ class Mirror:
                     )
                 self._check_same_run(newest, copies.location)
                 self._run = newest.run
-            copies.take_over(self._token)
         except BaseException:
             copies.close()
             raise
@@ -335,6 +363,9 @@ class Mirror:
             if self._copies is None:
                 self._copies = self._open()
                 self._location = self._copies.location
+            if not self._is_claimed:
+                self._copies.take_over(self._token)
+                self._is_claimed = True
             size = self._copies.save(path, worker, self._token)
             self._newest = step
             self._copies.prune(
@@ -362,7 +393,11 @@ class Mirror:
     # --- the end ----------------------------------------------------------------------------------
 
     def finish(self, seconds: float) -> None:
-        """Wait for the copy of the last checkpoint, and say what is not copied. Collective."""
+        """Wait for the copy of the last checkpoint, and say what is not copied. Collective.
+
+        `seconds`: time that this rank has. That of the machine that goes away first counts.
+        """
+        seconds = min(gather_objects(float(seconds), self._world.saving))
         last = self._offered
         if last is not None and last not in self._under_way:  # it was skipped, on all workers
             self._submit(last)

@@ -17,12 +17,15 @@ def build_profiler(
     """Return a profiler that writes a trace into folder/traces, or a context that yields None."""
     if config.start == 0 or world.rank_in_worker:
         return nullcontext()
-    traces = folder / "traces"
-    traces.mkdir(parents=True, exist_ok=True)
 
     def save(profiler: profile) -> None:
-        path = traces / f"rank{world.rank}-step{profiler.step_num}.json.gz"
-        profiler.export_chrome_trace(str(path))
+        path = folder / "traces" / f"rank{world.rank}-step{profiler.step_num}.json.gz"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            logger.error(f"the profile {path} could not be written ({error}); training continues")
+            return
         logger.info(f"profile of {config.steps} steps: {path}")
 
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []

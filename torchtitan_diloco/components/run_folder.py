@@ -9,6 +9,7 @@ RUN/config.toml                   the settings of the latest start
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Self, TextIO
 
 from torchtitan_diloco.base.hardware import write_whole
 from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.messages import gather_objects
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint_folder import (
     complete_checkpoints,
@@ -31,6 +33,9 @@ from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
 
 LOCK = "run.lock"
+SHARED_SECONDS = 90.0
+"""Time after which a node that sees no file of another one does not share its disk. Network file
+systems look again after a minute at the latest."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ def lock_folder(path: Path) -> FolderLock:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
+    os.fsync(file.fileno())  # for other nodes
     return FolderLock(file, problem)
 
 
@@ -77,11 +83,40 @@ def claim_run_folder(world: World, path: Path, start: Start, toml: str) -> Folde
     lock = on_all_ranks(
         world.saving, lambda: _claim(path, world.worker, start) if is_first else None
     )
+    if world.ranks_per_worker > 1:
+        _check_shared(world, folder_of_worker(path, world.worker) / LOCK)
     # Only now, as another run may hold the folder of another worker.
     on_all_ranks(
         world.saving, lambda: _begin(path, world.worker, start, toml) if is_first else None
     )
     return lock
+
+
+def _check_shared(world: World, lock: Path) -> None:
+    """Raise unless all ranks of a worker see the lock of its first rank. Collective."""
+    is_first = world.rank_in_worker == 0
+    owners = gather_objects(_owner_of(lock) if is_first else "", world.saving)
+    owner = owners[world.rank - world.rank_in_worker]
+    on_all_ranks(world.saving, lambda: _wait_for(owner, lock))
+
+
+def _wait_for(owner: str, lock: Path) -> None:
+    """Wait until this node sees that a lock has an owner. Raise if it does not."""
+    end = time.monotonic() + SHARED_SECONDS
+    while _owner_of(lock) != owner:
+        if time.monotonic() >= end:
+            raise UserError(
+                f"{lock} is not here, on {socket.gethostname()}, as its worker's first rank "
+                f"({owner}) has written it: the nodes of a worker must share run.folder"
+            )
+        time.sleep(0.5)
+
+
+def _owner_of(lock: Path) -> str:
+    """Return the process that holds a lock, or else had it last. Empty: it is not there."""
+    with suppress(OSError):
+        return lock.read_text(encoding="utf-8").strip()
+    return ""
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -340,5 +341,6 @@ def log_early_end(config: Config, folder: Path, step: int, describe: Callable[[s
         reason = "a signal"
         command = "the same command"
     is_saved = is_paused or config.checkpoint.at_end
-    hint = f"; {command} with --run.folder {folder} resumes it" if is_saved else ""
+    option = f"--run.folder {shlex.quote(str(folder))}"
+    hint = f"; {command} with {option} resumes it" if is_saved else ""
     logger.info(f"{describe(reason)}{hint}")

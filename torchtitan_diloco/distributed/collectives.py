@@ -230,6 +230,7 @@ class StopRequest:
         self._announced = False  # whether the other ranks were told that this one wants to stop
         self._received: float | None = None  # time of the first signal
         self._noticed = False  # a signal after a notice is the first one
+        self._any_stops = False  # whether an answer says that a rank wants to stop
         self._end_of_machine = math.inf
         self._questions = deque[Question]()  # those that are not read yet
         self._latest: Question | None = None
@@ -260,9 +261,10 @@ class StopRequest:
             self._save = True
 
     @property
-    def only_noticed(self) -> bool:
-        """Whether this rank got a notice and no signal, of which the launcher would know."""
-        return self._noticed and self._received is None
+    def launcher_is_unaware(self) -> bool:
+        """Whether a rank has asked to stop, and this one got no signal, of which its launcher would
+        know. All is known once this context has ended."""
+        return self._any_stops and self._received is None
 
     @property
     def seconds_left(self) -> float:
@@ -297,14 +299,19 @@ class StopRequest:
         stops = saves = 0.0
         while self._questions and step >= self._questions[0].due:
             started = time.perf_counter()
-            sums = self._questions.popleft().answer.result()
+            asked = self._answer(self._questions.popleft())
             self.waited_seconds += time.perf_counter() - started
-            asked = Asked(*sums[: len(Asked._fields)])
             stops += asked.stop
             saves += asked.save
             self._recent.append(asked.step_seconds / self._world.size)
             self._lag = lag_in_steps(statistics.median(self._recent), self._longest_lag)
         return Requests(stop=stops > 0, save=saves > 0)
+
+    def _answer(self, question: Question) -> Asked:
+        """Wait for the sums over all ranks of what they ask."""
+        asked = Asked(*question.answer.result()[: len(Asked._fields)])
+        self._any_stops |= asked.stop > 0
+        return asked
 
     def ask(self, step: int, numbers: Sequence[float]) -> PendingSum:
         """Return the sum over all ranks of `Asked` and the numbers after this step, which may
@@ -342,7 +349,7 @@ class StopRequest:
             signal.signal(number, handler)
         if error is None:
             for question in self._questions:
-                question.answer.result()
+                self._answer(question)
 
 
 def watch_notices(config: Run, stop: StopRequest) -> NoticeWatch:

@@ -4,14 +4,15 @@ torchrun's agent starts the training processes of this machine, and starts them 
 This file only chooses its arguments.
 """
 
+import fcntl
 import logging
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,13 +88,13 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     patience = config.distributed.init_timeout_seconds
     try:
         with (
-            tempfile.TemporaryDirectory(prefix="torchtitan-diloco-") as messages,
+            folder_of_messages() as messages,
             _syncer_beside(config, nodes) as syncer,
         ):
-            os.environ[MESSAGES] = messages
+            os.environ[MESSAGES] = str(messages)
             if nodes.total > 1:
                 wait_for_first_node(nodes, patience, say)
-            code = _run_ranks(launch, ["-u", "-m", module, *arguments], Path(messages))
+            code = _run_ranks(launch, ["-u", "-m", module, *arguments], messages)
             if syncer is not None:
                 syncer.outlast(code)
             return code
@@ -103,6 +104,19 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
         if nodes.total == 1:
             return _fail(f"the processes could not be started: {cause_of(error)}", code=1)
         return _fail(why_not_met(nodes, patience, error), code=1)
+
+
+@contextmanager
+def folder_of_messages() -> Iterator[Path]:
+    """Make a temporary folder, locked so that systemd does not clean it up during a long run."""
+    with tempfile.TemporaryDirectory(prefix="torchtitan-diloco-") as folder:
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # its file system has no locks
+                fcntl.flock(opened, fcntl.LOCK_SH)
+            yield Path(folder)
+        finally:
+            os.close(opened)
 
 
 def _choose_log_level() -> None:
@@ -328,6 +342,7 @@ def end_run(code: int) -> None:
 def _leave_message(name: str, number: int) -> None:
     if folder := os.environ.get(MESSAGES):
         with suppress(OSError):  # a full disk, or the launcher has ended: it does without
+            Path(folder).mkdir(mode=0o700, exist_ok=True)  # somebody has cleaned up
             Path(folder, name).write_text(str(number))
 
 

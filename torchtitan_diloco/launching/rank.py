@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -12,6 +12,7 @@ import torch
 
 from torchtitan_diloco.base.hardware import GLOO_INTERFACE, raise_open_files_limit
 from torchtitan_diloco.base.log import logger, start_logging
+from torchtitan_diloco.base.messages import TransferError, gather_objects
 from torchtitan_diloco.base.process import say
 from torchtitan_diloco.base.user import (
     WORKER_LOST,
@@ -22,7 +23,7 @@ from torchtitan_diloco.base.user import (
 )
 from torchtitan_diloco.config import Config, ConfigError, from_command_line
 from torchtitan_diloco.config.schema import Run
-from torchtitan_diloco.distributed.collectives import RanksLostError
+from torchtitan_diloco.distributed.collectives import RanksLostError, naming_lost_ranks
 from torchtitan_diloco.distributed.job import Job
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.launching.launch import LAUNCHER, end_run, folder_of_run
@@ -75,12 +76,20 @@ def _train(config: Config, job: Job) -> int:
     config = replace(config, run=replace(config.run, folder=folder_of_run(config)))
     world = join(config)
     job.begin()
-    trainer = Trainer(config, world, note_step=job.complete_step)
+    with naming_lost_ranks(world, "at the start"):
+        trainer = Trainer(config, world, note_step=job.complete_step)
     trainer.run()
+    # All ranks close their files before a launcher ends them. One that has left has nothing more to
+    # write.
+    with suppress(TransferError):
+        gather_objects("", world.control)
     leave_world(world)
-    if not trainer.only_noticed:
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not (trainer.launcher_is_unaware and is_first_here):
         return 0
-    code = 128 + signal.SIGTERM  # the run is not finished, and its machine goes away
+    # The agents of nodes that got a signal do not come to torch's barrier at the end, where this
+    # one would wait for them. Code 143 has the run started again on all nodes.
+    code = 0 if trainer.has_ended else 128 + signal.SIGTERM
     end_run(code)
     return code
 

@@ -30,9 +30,8 @@ from torchtitan_diloco.base.hardware import (
     release_of,
 )
 from torchtitan_diloco.base.reach import split_address
-from torchtitan_diloco.base.user import USER_ERROR, Parser, UserError, command_line
+from torchtitan_diloco.base.user import PACKAGE, USER_ERROR, Parser, UserError, command_line
 from torchtitan_diloco.config import Config, from_command_line
-from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.machines.trial import (
     Step,
     StepTimes,
@@ -236,12 +235,10 @@ def _agree(
         return ["this machine"]
     import torch
 
+    from torchtitan_diloco.components.common_facts import common_settings
     from torchtitan_diloco.diloco.agreement import code_fingerprint, find_differences
-    from torchtitan_diloco.trainer import OWN_SETTINGS, PACKAGE
 
-    settings = flat_settings(config).items()
-    facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
-    facts |= {
+    facts = common_settings(config) | {
         "code (install the same commit on both)": code_fingerprint(PACKAGE),
         "torch": release_of(torch.__version__),
         "device": "cuda" if _on_gpu(config) else "cpu",

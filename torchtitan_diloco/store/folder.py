@@ -60,6 +60,7 @@ class Folder(Backend):
         self.location = str(self.path)
         try:
             if make:
+                self.is_new = not (self.path / MARKER).exists()
                 self.path.mkdir(exist_ok=True)
             self._identity = _identity(self.path)
         except FileExistsError:

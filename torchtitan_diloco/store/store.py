@@ -122,6 +122,8 @@ class Backend(ABC):
     kind: Kind
     own_prefix: str = ""
     """Prefix below which this login may write, if it has one only."""
+    is_new: bool = False
+    """Whether nothing was stored here before, as far as is known."""
 
     @abstractmethod
     def create(self, name: str, content: Sealed, *, large: bool, durable: bool) -> bool:

@@ -1,0 +1,55 @@
+"""Whether the parameters of a checkpoint mean the same in the model of this run.
+
+Their names and shapes are compared when they are loaded. The settings here change neither.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components.checkpoint_folder import Manifest
+from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.models.decoder import SHAPES, resolve_shape
+
+HEADS = ("heads", "kv_heads", "head_dim")
+"""Which rows of the projections belong together."""
+POSITIONS = ("rotary_base", "rotary_scaling")
+"""What positions are to attention. Training on longer sequences may begin with others."""
+
+
+def check_same_model(manifest: Manifest, model: Model, *, goes_on: bool) -> None:
+    """Raise if the parameters of a checkpoint would mean something else in a model.
+
+    `goes_on`: the run goes on with it, instead of starting from that of another run.
+    """
+    saved = tomllib.loads(manifest.config).get("model")
+    if saved is None:
+        return
+    before = _resolved(saved)
+    now = _resolved(asdict(model))
+    names = (*HEADS, *POSITIONS) if goes_on else HEADS
+    changed = [name for name in names if None not in (before[name], now[name])]
+    changed = [name for name in changed if before[name] != now[name]]
+    if not changed:
+        return
+    listed = ", ".join(f"model.{name} = {before[name]} (here {now[name]})" for name in changed)
+    remedy = "set this as there"
+    if not set(changed) & set(HEADS):
+        remedy += ", or start a new run from that checkpoint with checkpoint.resume"
+    raise UserError(
+        f"the checkpoint was trained with {listed}, by model.flavor or by its own setting, so its "
+        f"parameters would mean something else: {remedy}"
+    )
+
+
+def _resolved(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a [model] section, with what its flavor sets. None: it is not known,
+    as in a model of the user."""
+    names = {field.name for field in fields(Model)}
+    model = Model(**{key: value for key, value in section.items() if key in names})
+    if model.flavor not in SHAPES:
+        return asdict(model)
+    shape = resolve_shape(model)
+    return asdict(shape) | {"kv_heads": shape.kv_heads or shape.heads}
