@@ -118,7 +118,7 @@ def test_it_trains_in_shards_and_its_checkpoint_is_used(
     assert commands.main(["generate", str(folder), "--tokens", "3", "--device", "cpu"]) == 0
     assert commands.main(["export", str(folder), "--out", str(means.parent / "base")]) == 0
     again = build_model(saved.config.model, 320, 32).to_empty(device="cpu")
-    load_initial_weights(again, str(means.parent / "base"))
+    load_initial_weights(again, str(means.parent / "base"), saved.tokenizer)
     for name, value in saved.model.state_dict().items():
         assert torch.equal(again.get_parameter(name), value), name
     for name in ("hf", "torchtitan"):
