@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint_folder import Manifest
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.models.decoder import SHAPES, resolve_shape
+from torchtitan_diloco.models.decoder import SHAPES, resolve_shape, settings_of_shape
 
 HEADS = ("heads", "kv_heads", "head_dim")
 """Which rows of the projections belong together."""
@@ -51,5 +51,4 @@ def _resolved(section: Mapping[str, Any]) -> dict[str, Any]:
     model = Model(**{key: value for key, value in section.items() if key in names})
     if model.flavor not in SHAPES:
         return asdict(model)
-    shape = resolve_shape(model)
-    return asdict(shape) | {"kv_heads": shape.kv_heads or shape.heads}
+    return settings_of_shape(resolve_shape(model))

@@ -7,7 +7,6 @@ import itertools
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.models.decoder import HIGH, LOW, SHORT_LENGTH, shape_of
+from torchtitan_diloco.models.decoder import HIGH, LOW, SHORT_LENGTH, settings_of_shape, shape_of
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
@@ -186,9 +185,8 @@ def transformers_names(model: nn.Module) -> dict[str, dict[str, int]]:
 
 def settings_of_model(model: nn.Module) -> dict[str, Any]:
     """Return the settings of [model], with all that follow from the flavor."""
-    shape = shape_of(model)
     rows = model.get_parameter("embedding.weight").shape[0]
-    return asdict(shape) | {"vocab_size": rows, "kv_heads": shape.kv_heads or shape.heads}
+    return settings_of_shape(shape_of(model)) | {"vocab_size": rows}
 
 
 def differing_settings(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:

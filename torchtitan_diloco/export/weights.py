@@ -9,7 +9,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,13 @@ from torchtitan_diloco.export.torchtitan import (
     torchtitan_names,
 )
 from torchtitan_diloco.models import build_model, vocabulary_rows
-from torchtitan_diloco.models.decoder import SHAPES, Shape, resolve_shape, shape_of
+from torchtitan_diloco.models.decoder import (
+    SHAPES,
+    Shape,
+    resolve_shape,
+    settings_of_shape,
+    shape_of,
+)
 from torchtitan_diloco.models.interface import copy_shard
 
 EXAMPLE = "def f(x):\n    return 3.14159 * x  # Größe, 模型, été\nThe quick brown fox isn't lazy."
@@ -282,8 +288,7 @@ def _differing_export(
     chosen = parse_config(settings.read_text(encoding="utf-8"), str(settings)).model
     if chosen.flavor not in SHAPES:
         return {}
-    shape = resolve_shape(chosen)
-    there = asdict(shape) | {"kv_heads": shape.kv_heads or shape.heads}
+    there = settings_of_shape(resolve_shape(chosen))
     mine = settings_of_model(model)
     return {key: value for key, value in there.items() if value != mine[key]}
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -108,6 +108,11 @@ def resolve_shape(model: Model) -> Shape:
         heads = f"model.heads = {shape.heads}"
         raise UserError(f"model.kv_heads = {shape.kv_heads} does not divide {heads}: change one")
     return shape
+
+
+def settings_of_shape(shape: Shape) -> dict[str, Any]:
+    """Return the settings of [model] that give this shape with any flavor."""
+    return asdict(shape) | {"kv_heads": shape.kv_heads or shape.heads}
 
 
 def rotary_frequencies(shape: Shape, device: torch.device) -> Tensor:
