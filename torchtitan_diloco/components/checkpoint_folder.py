@@ -18,7 +18,7 @@ from torchtitan_diloco.data.mixture import SavedPosition
 from torchtitan_diloco.diloco.state_dict import OuterFacts
 
 Files = dict[str, tuple[int, int]]
-VERSION = 10
+VERSION = 11
 MANIFEST = "manifest.json"
 
 # --- the manifest ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """How a run begins: heads first, one founder, and from a checkpoint."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -178,9 +179,12 @@ def test_a_lost_location_is_founded_with_the_settings_that_the_run_had(kind: str
     store of another kind."""
     rates = RATES[kind]._asdict()
     of_founder = founded(start_with=2, store_kind=kind, facts={"a": "b"}, **rates).settings
-    before = founded(sync_every=7, total_tokens=20_000, slots=5, outer_lr=0.3, poll_seconds=0.05)
+    before = founded(
+        sync_every=7, total_tokens=20_000, slots=5, outer_lr=0.3, poll_seconds=0.05, grace=3.0
+    )
     before.slots = [Slot([Ledger(taken=number)]) for number in range(5)]
     saved = save(before, [3], clock=0)
+    rates["grace"] = max(rates["grace"], 3.0)  # which may suit a slow link
     changed = {"start_with": 2, "store_kind": kind}
     expected = msgspec.structs.replace(
         before.settings, **(changed if kind == "folder" else changed | rates)
@@ -190,6 +194,8 @@ def test_a_lost_location_is_founded_with_the_settings_that_the_run_had(kind: str
     assert founding.settings == expected
     assert founding.settings.streams == before.settings.streams < 5, "positions stay the same"
     check_founding(founding, {})
+    fewer = msgspec.structs.replace(of_founder, start_with=9, slots=9)
+    assert before.settings.founded_again(fewer).start_with == 5, "as many as there are slots"
     of_job = Saved.of_job(10, 1, [SlotStart(position=4)])
     assert of_job.found(own).settings == of_founder
 
@@ -214,6 +220,13 @@ def test_an_island_says_itself_why_no_syncer_would_begin_its_run(
     joins = build_island(founds=founding, facts=founding.settings.facts)
     joins.on_decision(founded(facts=founding.settings.facts), 0.0)
     assert not joins.may_found, "the run of others has other settings"
+    waits = build_island(founds=founding)
+    chosen = founded()
+    chosen.fragments = []
+    chosen.founder = B
+    waits.on_decision(chosen, 0.0)
+    assert not waits.may_found
+    assert re.search(f"{reason}.*it joins the run of another founder", waits.news[0])
 
 
 def test_outliers_are_judged_as_in_one_job() -> None:

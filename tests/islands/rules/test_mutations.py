@@ -356,7 +356,7 @@ MUTATIONS = {
         ),
     ),
     "a founding is checked by its island": Mutation(
-        Island._offer_to_found,
+        Island.on_empty,
         "check_founding(self.founds, self._facts)",
         "pass",
         lambda: test_founding.test_an_island_says_itself_why_no_syncer_would_begin_its_run(
@@ -425,20 +425,20 @@ MUTATIONS = {
     ),
     "the clock": Mutation(
         Island.clock,
-        "max(self._clock_floor, merged + self.expected - expected)",
-        "merged + self.expected - expected",
+        "max(self._clock_floor, merged + self.expected_tokens - expected)",
+        "merged + self.expected_tokens - expected",
         with_hand(test_island.test_the_clock_of_the_learning_rate_never_goes_back),
     ),
     "who may be gone does not count": Mutation(
         Island.finish_step,
-        "self._islands if is_decided else 1",
-        "self._islands",
+        "self._training_islands if is_decided else 1",
+        "self._training_islands",
         test_island.test_tokens_count_for_the_others_only_while_somebody_decides,
     ),
     "the clock takes the expectation of the send": Mutation(
         Island.on_applied,
-        "one.expected if mode is Mode.MIX else self.expected",
-        "self.expected",
+        "one.expected_tokens if mode is Mode.MIX else self.expected_tokens",
+        "self.expected_tokens",
         test_island.test_the_clock_jumps_when_the_work_of_an_outage_is_merged,
     ),
     "a decision goes back": Mutation(

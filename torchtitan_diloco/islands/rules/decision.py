@@ -31,7 +31,7 @@ from torchtitan_diloco.islands.rules.names import COPY, OUTER, VERSION, Object
 from torchtitan_diloco.islands.rules.note import NotedVitals
 from torchtitan_diloco.islands.rules.settings import Settings
 
-PROTOCOL = 2
+PROTOCOL = 3
 MOST_PLAIN = 16 * 2**20
 """Maximum number of bytes of a decision before compression."""
 VERSIONS_LATE = 4

@@ -107,8 +107,8 @@ class OwnFragment:
     """Sample before which theta does not contain the work."""
     counted: int = 0
     """Tokens of this island when the work that is in no part began."""
-    expected: int = 0
-    """`expected` of this island at its last send."""
+    expected_tokens: int = 0
+    """`expected_tokens` of this island at its last send."""
     opened_at: float | None = None
     """Time at which it has read that a round is open."""
     trips: deque[float] = field(default_factory=lambda: deque(maxlen=TRIPS))
@@ -289,7 +289,7 @@ class OwnFragment:
         self.sent = Outstanding(part, step=island.step, at=now, is_stored=is_loss)
         if not is_loss:
             self.counted = island.tokens
-            self.expected = island.expected
+            self.expected_tokens = island.expected_tokens
             self.last_sent = island.step
             self.turn = island.step + island.settings.sync_every
         return part

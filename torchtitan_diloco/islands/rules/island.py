@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.rules.checkpoint import Saved, save
@@ -74,7 +75,7 @@ class Island:
         """Positions at which its stream has entered phases of the data."""
         self.heard_at = -math.inf
         """Time at which a new decision was read."""
-        self.expected = 0
+        self.expected_tokens = 0
         """Tokens that all islands should have trained while it has trained its own."""
         self.news = list[str]()
         self._facts, self._shapes, self._saved = facts, list(shapes), saved
@@ -82,7 +83,7 @@ class Island:
         self._stored = list[Part]()  # parts whose objects exist
         self._clock_floor = 0 if saved is None else saved.clock
         self._clock_base = (0, 0)  # merged tokens, and those expected until then
-        self._islands = 1  # how many train as it does, while decisions are heard
+        self._training_islands = 1  # how many train as it does, while decisions are heard
         self._boundary_at = -math.inf
         self._trains_until, self._sent_step = 0, -1
 
@@ -108,7 +109,7 @@ class Island:
         early, or train the rest of the run at its last learning rate.
         """
         merged, expected = self._clock_base
-        self._clock_floor = max(self._clock_floor, merged + self.expected - expected)
+        self._clock_floor = max(self._clock_floor, merged + self.expected_tokens - expected)
         return self._clock_floor
 
     def say(self, line: str) -> None:
@@ -128,15 +129,23 @@ class Island:
     def on_empty(self) -> None:
         """The location contains no decision. Raise a UserError if it is not the one of the run, or
         this island cannot found the run there."""
-        self._offer_to_found()
+        if self.founds is not None and not self.may_found:
+            check_founding(self.founds, self._facts)
+            self.may_found = True
         if not self.may_found:
             check_empty(self._saved_run)
             self.say("the location is empty: waiting for an island that may found the run")
 
-    def _offer_to_found(self) -> None:
-        if self.founds is not None and not self.may_found:
+    def _can_found(self) -> bool:
+        """Return whether it may found the run, if the chosen founder dies."""
+        if self.founds is None or self.may_found:
+            return self.may_found
+        try:
             check_founding(self.founds, self._facts)
-        self.may_found = self.founds is not None
+        except UserError as error:
+            self.say(f"{error}; it joins the run of another founder")
+            return False
+        return True
 
     @property
     def _saved_run(self) -> str | None:
@@ -148,7 +157,7 @@ class Island:
         if before is not None and decision.number <= before.number:
             return
         if not decision.fragments:
-            self._offer_to_found()  # if the chosen founder dies
+            self.may_found = self._can_found()
             if decision.founder != self.incarnation:
                 founder = name_of(decision.founder)
                 self.say(f"waiting for island {founder} to store the first copies")
@@ -241,8 +250,8 @@ class Island:
         slot = decision.slots[self.slot]
         self.position, self.entered = slot.furthest, list(slot.entered)
         newest = max(one.clock for one in decision.fragments)
-        self._clock_base = (newest, self.expected)
-        self._islands = max(1, len(decision.owners()))
+        self._clock_base = (newest, self.expected_tokens)
+        self._training_islands = max(1, len(decision.owners()))
         self.is_training = True
         self._take_turns(0)
         for one in self.fragments:
@@ -278,7 +287,7 @@ class Island:
         self.position += samples
         self.tokens += tokens
         is_decided = self._boundary_at - self.heard_at <= STANDSTILL
-        self.expected += tokens * (self._islands if is_decided else 1)
+        self.expected_tokens += tokens * (self._training_islands if is_decided else 1)
         self.step_seconds = seconds
 
     def on_reset(self, fragment: int) -> None:
@@ -302,10 +311,10 @@ class Island:
         """Take the clock of a version. A MIX contains the tokens up to its send."""
         if self.decision is None or not self.is_training or one.applied != one.shared.version:
             return
-        expected = one.expected if mode is Mode.MIX else self.expected
+        expected = one.expected_tokens if mode is Mode.MIX else self.expected_tokens
         self._clock_floor = self.clock
         self._clock_base = (one.shared.clock, expected)
-        self._islands = max(1, len(self.decision.ready))
+        self._training_islands = max(1, len(self.decision.ready))
 
     def boundary(self, now: float) -> Boundary:
         """Return the next actions. Call this again after they are done, until there are none."""

@@ -88,20 +88,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     poll_seconds: Annotated[float, Meta(ge=0.001, le=MOST_PAUSE)] = 0.02
     """Seconds after which islands look for the next decision."""
     store_kind: Name = "folder"
-    """Kind of the store in which the run was founded."""
+    """Kind of the store in which the run was last founded."""
     facts: dict[Name, Name] = {}
     """Fingerprints of all other facts on which islands must agree."""
 
-    def founded_again(self, own: "Settings") -> "Settings":
+    def founded_again(self, of_founder: "Settings") -> "Settings":
         """Return these settings of a run whose store is lost for another store.
 
-        `own`: settings that its founder would give a new run. From them come the number of islands
-        that start together, and the rates if the store is of another kind.
+        `of_founder`: settings that its founder would give a new run. From them come the number of
+        islands that start together, and the rates if the store is of another kind; but a grace
+        period stays if it is longer, as a slow link may need it.
         """
-        names = ["start_with", "store_kind"]
-        if own.store_kind != self.store_kind:
-            names += Rates._fields
-        return msgspec.structs.replace(self, **{name: getattr(own, name) for name in names})
+        begun = msgspec.structs.replace(
+            self,
+            start_with=min(of_founder.start_with, self.slots),
+            store_kind=of_founder.store_kind,
+        )
+        if of_founder.store_kind == self.store_kind:
+            return begun
+        rates = {name: getattr(of_founder, name) for name in Rates._fields}
+        rates["grace"] = max(of_founder.grace, self.grace)
+        return msgspec.structs.replace(begun, **rates)
 
     def mixing_at(self, tokens: int) -> float:
         """Return alpha once the run has this number of tokens."""
