@@ -12,7 +12,7 @@ import pytest
 from tests.diloco.toy import config
 from tests.islands.by_hand import newest, syncer
 from tests.islands.trainees import TOKENS, Trainee, trained
-from tests.islands.written_run import WrittenRun
+from tests.islands.written_run import WrittenRun, damage
 from torchtitan_diloco.base.user import USER_ERROR, UserError
 from torchtitan_diloco.islands import changes
 from torchtitan_diloco.islands.__main__ import main
@@ -206,3 +206,16 @@ def test_a_run_that_has_not_started_cannot_be_changed(
     assert CHANGE_SECONDS > 10
     with suppress(FileNotFoundError):
         assert not list((tmp_path / "store" / "change").iterdir())
+
+
+def test_a_run_whose_newest_decision_is_damaged_cannot_be_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = WrittenRun()
+    written.rounds(1)
+    written.write(tmp_path / "store")
+    damaged = damage(tmp_path / "store", written.state.number)
+    assert run(tmp_path, "change", "slots", "9") == USER_ERROR
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}/store: run/{damaged.name} was altered: ")
+    assert "; if no syncer has decided since, delete it: the run goes on" in said

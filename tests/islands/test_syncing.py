@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from tests.diloco.toy import config
 from tests.islands.by_hand import HandIsland, newest, open_run, syncer, train
+from tests.islands.written_run import damage
 from tests.programs import Program
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands import syncing
@@ -279,6 +281,37 @@ def test_a_file_system_without_locks_is_named(
     monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.raises(UserError, match=r"No locks available: .* on a disk of this machine"):
         lock_folder(tmp_path)
+
+
+def test_a_damaged_decision_is_deleted_by_hand_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If its syncer has died, none may lead: a standby repeats what to do."""
+    monkeypatch.setattr("torchtitan_diloco.islands.rules.commit.STANDSTILL", 1.0)
+    monkeypatch.setattr(syncing, "DAMAGE_SECONDS", 0.5)
+    store = tmp_path / "store"
+    said = list[str]()
+    with open_run(store) as run, ThreadPoolExecutor(1) as pool:
+        pair = [HandIsland(run, name, config(8, delay=1)) for name in ("a", "b")]
+        with syncer(store, tmp_path / "scratch"):
+            train(pair, 12, TOKENS)
+        number = newest(store).number
+        damaged = damage(store, number)
+        standby = SyncerProcess(run, tmp_path / "other", say=said.append)
+        standing_by = pool.submit(standby.run)
+        try:
+            wait_for(lambda: len(said) == 3)
+            remedy = "if no syncer has decided since, delete it: the run goes on from the decision"
+            assert [remedy in line for line in said] == [False, True, True]
+            assert all(line.startswith(f"{store}: run/{damaged.name} was") for line in said)
+            damaged.unlink()
+            train(pair, 30, TOKENS)
+            equal_versions(pair)
+            assert newest(store).number > number
+            assert [slot.ledgers[0].lost for slot in newest(store).slots] == [0, 0]
+        finally:
+            standby.stop()
+        assert not standing_by.result()
 
 
 class Machine:

@@ -87,6 +87,13 @@ class WrittenRun(Desk):
             store.close()
 
 
+def damage(location: Path, number: int) -> Path:
+    """Alter a stored decision, and return its file."""
+    path = location / run_name(number)
+    path.write_bytes(b"?" + path.read_bytes()[1:])
+    return path
+
+
 @contextmanager
 def reading(folder: Path, *, whole: bool = True) -> Iterator[Reader]:
     """Yield a reader of the run in a folder."""

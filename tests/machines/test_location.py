@@ -9,6 +9,7 @@ import pytest
 
 from tests.diloco.toy import config
 from tests.islands.by_hand import settings_of
+from tests.islands.written_run import damage
 from tests.store.places import Place
 from tests.store.seaweed import SITE, SeaweedServer
 from torchtitan_diloco.base.user import USER_ERROR
@@ -93,6 +94,14 @@ def test_a_run_whose_parts_come_late(examine: Examine, tmp_path: Path) -> None:
     assert line.startswith("FAILED  run: run-1, ")
     remedy = r"islands change delay \d\d, or islands change grace \d, or fewer bits"
     assert re.search(f"parts of this island come late: {remedy}", line), line
+
+
+def test_a_run_whose_newest_decision_is_damaged(examine: Examine, tmp_path: Path) -> None:
+    store_decision(tmp_path)
+    damage(tmp_path, 1)
+    line = examine(tmp_path, LOCATION)[-1]
+    assert line.startswith(f"FAILED  run: {tmp_path}: {run_name(1)} was altered: ")
+    assert "; if no syncer has decided since, delete it: the run goes on" in line
 
 
 def test_a_clock_that_is_a_day_off(

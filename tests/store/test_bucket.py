@@ -132,8 +132,10 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
         *((409, code, PassingError) for code in ("OperationAborted", "Conflict", "")),
         *((400, code, PassingError) for code in ("RequestTimeout", "IncompleteBody")),
         *((400, code, PassingError) for code in ("OperationAborted", "SlowDown")),
-        *((400, code, PassingError) for code in ("Throttling", "ThrottlingException")),
-        (403, "RequestThrottled", PassingError),
+        *((400, code, PassingError) for code in ("Throttling", "KMS.ThrottlingException")),
+        *((403, code, PassingError) for code in ("RequestThrottled", "SlowDownRead")),
+        (499, "", PassingError),
+        *((409, code, StoreError) for code in ("BlobImmutableDueToPolicy", "InvalidBucketState")),
         (400, "InvalidArgument", StoreError),
         (400, "TimeoutIsNotValid", StoreError),
         (403, "AccessDenied", RefusedError),
@@ -148,9 +150,18 @@ def test_what_may_pass_is_told_from_what_stays(
     answers.expect(status, code, error)
 
 
+def test_a_server_that_answers_with_errors_can_be_reached(answers: Answers) -> None:
+    """Such as a portal that wants a login first."""
+    answers.status = 511
+    with pytest.raises(AwayError, match=r"for 0.2 s \(status 511: .*\); there is an answer from"):
+        open_store("s3://run/x", patience=0.2)
+
+
 def test_another_region_is_named(answers: Answers) -> None:
     """Another attempt would be redirected again."""
-    answers.expect(301, "PermanentRedirect", RefusedError, "another region .* set AWS_REGION")
+    answers.expect(
+        301, "PermanentRedirect", RefusedError, "may be in another region .* set AWS_REGION"
+    )
 
 
 def test_a_clock_may_be_wrong_for_some_time(answers: Answers) -> None:

@@ -21,7 +21,7 @@ from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.names import CHANGE, ISLAND, incarnation_of, name_of
 from torchtitan_diloco.islands.run_settings import change_of, reason_of, setting_of
-from torchtitan_diloco.islands.runs import Decisions, Run
+from torchtitan_diloco.islands.runs import Decisions, Run, explain_unreadable
 from torchtitan_diloco.store import RefusedError, open_store
 
 SHORT = {"slots": "islands.slots"}
@@ -111,7 +111,10 @@ class Requests:
         self._decisions = Decisions(run)
         self._moved_at = time.monotonic()
         """Time at which a decision was last new."""
-        newest = self._decisions.next()
+        try:
+            newest = self._decisions.next()
+        except MalformedError as error:
+            raise UserError(explain_unreadable(run.location, error)) from None
         if newest is None or not newest.is_founded:
             if site := site_of(location):
                 raise UserError(f"{location}: the login of {site} may not do this: {ONLY_OWNER}")

@@ -60,8 +60,19 @@ class View:
     """Seconds since the decision was written."""
     opened: Mapping[int, float] = field(default_factory=dict)
     """Seconds for which the round of a fragment is open, if it was seen closed before."""
-    problem: str = ""
-    """Why the store cannot be read."""
+    away_seconds: float | None = None
+    """Seconds for which the store cannot be reached. None: it was read."""
+    unreadable_because: str = ""
+    """Why a decision could not be read that may be newer than `decision`. Empty: none is known."""
+
+    @property
+    def problem(self) -> str:
+        """Return why newer numbers may be missing, in words for users."""
+        if self.away_seconds is not None:
+            return f"cannot be reached since {self.away_seconds:.0f} s"
+        if self.unreadable_because:
+            return f"a decision could not be read ({self.unreadable_because})"
+        return ""
 
 
 def overview(view: View) -> dict[str, Any]:
@@ -122,7 +133,7 @@ def _phase(view: View) -> str:
         return "ended"
     if decision.stopped:
         return "its syncer was stopped: islands train on, and nothing is merged"
-    if view.still > STALE_SECONDS and not view.problem:
+    if view.still > STALE_SECONDS and view.away_seconds is None:
         return f"no syncer decides since {view.still:.0f} s: islands train on, nothing is merged"
     if not decision.is_founded:
         return f"waits for island {name_of(decision.founder)} to store the first copies"

@@ -29,8 +29,9 @@ from torchtitan_diloco.store import AwayError, DamagedObjectError, ListedObject,
 
 REFRESH_SECONDS, LONGEST_PAUSE = 1.0, 0.1
 LISTEN_SECONDS = STALE_SECONDS + 0.5
-"""Seconds to wait for a new decision if the clock of the store does not say that the newest one is
-new. Without one, it is too old then, also if this machine's clock is behind that of the store."""
+"""Seconds to wait for a new decision, unless the newest one has an age below `STALE_SECONDS`.
+Without one, it is too old then, also if it seems to come from the future. A clock of this machine
+that is behind by nearly all the time since it was written makes it seem new."""
 COMMAND_PATIENCE = 5.0
 """Seconds for which a command repeats a call of the store that it needs."""
 NEWEST_BINS = 12
@@ -62,8 +63,8 @@ class Reader:
         self._closed = set[int]()
         """Fragments whose round was seen closed."""
         self._away_since: float | None = None
-        self._damage = ""
-        """Why a decision cannot be read that may be newer than `decision`."""
+        self._unreadable_because = ""
+        """Why a decision could not be read that may be newer than `decision`."""
 
     def read(self) -> None:
         """Read what is new. Raise an AwayError if the store cannot be read."""
@@ -80,7 +81,7 @@ class Reader:
         self._away_since = None
 
     def listen(self) -> None:
-        """Read for some seconds, if the newest decision may be old."""
+        """Read for some seconds, if the newest decision may be old, or cannot be read."""
         end = time.monotonic() + LISTEN_SECONDS
         while time.monotonic() < end and not self._is_fresh():
             time.sleep(LONGEST_PAUSE)
@@ -89,13 +90,10 @@ class Reader:
     def view(self) -> View:
         now = time.monotonic()
         decision = self.decision
-        problem = ""
-        if self._away_since is not None:
-            problem = f"cannot be reached since {now - self._away_since:.0f} s"
-        elif self._damage:
-            problem = f"the newest decision is damaged ({self._damage})"
+        away = None if self._away_since is None else now - self._away_since
+        because = self._unreadable_because
         if decision is None:
-            return View(problem=problem)
+            return View(away_seconds=away, unreadable_because=because)
         bins = [one for _, one in sorted(self._bins.items()) if one is not None]
         return View(
             decision=decision,
@@ -103,7 +101,8 @@ class Reader:
             past=past_of(decision, bins),
             still=self._still(now),
             opened={number: round(now - at, 1) for number, at in self._opened.items()},
-            problem=problem,
+            away_seconds=away,
+            unreadable_because=because,
         )
 
     def overview(self) -> dict[str, Any]:
@@ -114,10 +113,10 @@ class Reader:
             self._away_since = time.monotonic()
 
     def _is_fresh(self) -> bool:
-        """Return whether the newest decision is known to be new, or needs no syncer."""
+        """Return whether the newest decision seems to be new, or needs no syncer."""
         decision = self.decision
         if decision is None:
-            return True
+            return not self._unreadable_because
         return decision.ended or decision.stopped or 0 < self._age < STALE_SECONDS
 
     def _still(self, now: float) -> float:
@@ -130,11 +129,11 @@ class Reader:
         try:
             decision = self._decisions.next()
         except MalformedError as error:
-            self._damage = str(error)
+            self._unreadable_because = str(error)
             return
         if decision is None:
             return
-        self._damage = ""
+        self._unreadable_because = ""
         is_first = self.decision is None
         self.decision = decision
         self._read_at = time.monotonic()

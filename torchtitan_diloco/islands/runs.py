@@ -23,9 +23,17 @@ from torchtitan_diloco.store import AwayError, DamagedObjectError, FullError, La
 
 STREAMS = 8
 """Default number of chunks of large objects that are in flight at a time."""
+DAMAGE_REMEDY = (
+    "if no syncer has decided since, delete it: the run goes on from the decision before it, and "
+    "islands that had read it say that they must be restarted"
+)
 FULL_SECONDS = 30.0
 """Minimum time between two lines about a store that is full."""
 Result = TypeVar("Result")
+
+
+class DamagedDecisionError(MalformedError):
+    """The bytes of a decision are not what was written. The next decision may be whole."""
 
 
 class Run:
@@ -52,7 +60,7 @@ class Run:
         """Make the calls that a generator of the rules yields, and return its result.
 
         Raise a CallFailedError if a call failed that the generator does not repeat, a
-        MalformedError for damaged bytes, and an error for users if the store refuses a call.
+        DamagedDecisionError for damaged bytes, and an error for users if the store refuses a call.
         """
         try:
             call = next(calls)
@@ -79,7 +87,7 @@ class Run:
                     found = self.brief.get(call.name)
                 except DamagedObjectError as error:
                     reason = str(error).removeprefix(f"{self.location}: ")
-                    raise MalformedError(reason) from error
+                    raise DamagedDecisionError(reason) from error
                 return None if found is None else found.content
             case List():
                 return [entry.name for entry in self.brief.list(call.prefix, call.after)]
@@ -105,6 +113,12 @@ class Run:
         self.store.close()
 
 
+def explain_unreadable(location: str, error: MalformedError) -> str:
+    """Return why a decision cannot be read, and what to do, in words for users."""
+    remedy = f"; {DAMAGE_REMEDY}" if isinstance(error, DamagedDecisionError) else ""
+    return f"{location}: {error}{remedy}"
+
+
 class Decisions:
     """Reads the decisions of a run, in one thread."""
 
@@ -119,7 +133,7 @@ class Decisions:
 
     def next(self) -> Decision | None:
         """Return the highest decision if it is new. Raise a CallFailedError if the store is away,
-        and a MalformedError for damaged bytes."""
+        and a MalformedError if that decision cannot be read: `explain_unreadable`."""
         content = self._run.drive(self._reader.read(time.monotonic()))
         return None if content is None else decode_decision(content, self._reader.number)
 

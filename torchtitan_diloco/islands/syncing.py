@@ -16,6 +16,7 @@ during a call of the store or arithmetic. What belongs to one time of leading is
 results of an earlier one are dropped with it.
 """
 
+import math
 import secrets
 import signal
 import threading
@@ -64,7 +65,7 @@ from torchtitan_diloco.islands.rules.names import (
 )
 from torchtitan_diloco.islands.rules.settings import RATES
 from torchtitan_diloco.islands.rules.syncer import Syncer
-from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.runs import Run, explain_unreadable
 from torchtitan_diloco.islands.scratch import (
     folder_of,
     lock_folder,
@@ -85,6 +86,8 @@ LOOK_SECONDS = 0.1
 SWEEP_SECONDS = 60.0
 SWEPT = (f"{VERSION}/", f"{COPY}/", f"{OUTER}/", PART, ISLAND, FOUND, RUN)
 """Prefixes of the names among which garbage is looked for."""
+DAMAGE_SECONDS = 60.0
+"""Seconds between two lines of a standby about a decision that stays damaged: nobody may lead."""
 STOP_SECONDS = 15.0
 """Time after `stop` for publishing what is being merged. The store may be gone for good."""
 LINES = 8
@@ -151,7 +154,7 @@ class SyncerProcess:
         """Wait until no other syncer leads, and return the newest decision."""
         watch = StandBy(died=read_session(self._scratch))
         is_said = False
-        damage = ""
+        damage, said_at = "", -math.inf
         while not self._stopping.is_set():
             try:
                 if self._run.drive(watch.watch(time.monotonic())):
@@ -159,9 +162,13 @@ class SyncerProcess:
             except CallFailedError:
                 pass  # the store says so
             except MalformedError as error:  # the next decision may be whole
+                now = time.monotonic()
                 if str(error) != damage:
-                    damage = str(error)
+                    damage, said_at = str(error), now
                     self._say(f"{self._run.location}: {damage}; trying again")
+                elif now - said_at >= DAMAGE_SECONDS:
+                    said_at = now
+                    self._say(explain_unreadable(self._run.location, error))
             if watch.newest is not None and not is_said:
                 is_said = True
                 self._say(f"standing by: run {watch.newest.run} may have another syncer")

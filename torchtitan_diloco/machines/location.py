@@ -16,8 +16,9 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Quantization
 from torchtitan_diloco.islands.rules.decision import Decision
+from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.names import ISLAND, PART
-from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.runs import Run, explain_unreadable
 from torchtitan_diloco.store import Kind, LargeObjects, RefusedError, Store, open_store
 from torchtitan_diloco.store.join_file import JoinFile, read_join_file
 from torchtitan_diloco.store.location import is_bucket
@@ -182,7 +183,10 @@ class Location:
 
     def _examine_run(self) -> str:
         """Check whether parts of the run come in time over this way to the store."""
-        decision = Run(self.store).newest()
+        try:
+            decision = Run(self.store).newest()
+        except MalformedError as error:
+            raise UserError(explain_unreadable(self.store.location, error)) from None
         if decision is None:
             return "no island has founded one here"
         said = f"{decision.run}, {_phase(decision)}"

@@ -43,6 +43,8 @@ def read_history(location: str) -> RunHistory:
         raise no_run(path, "decisions")
     with reader.open_reader(location, whole=True) as store:
         view = store.view()
+    if view.decision is None and view.problem:
+        raise UserError(f"{location}: {view.problem}")
     if view.decision is None or not view.decision.is_founded:
         raise UserError(f"{location}: the run has not started, so there is nothing to report")
     numbers = headline(overview(view))

@@ -55,10 +55,10 @@ class Attempts:
             except PassingError as error:
                 self._note_failure(verb, name, error)
                 if time.monotonic() + pause > end:
+                    remedy = f"; {error.remedy}" if error.remedy else ""
                     raise AwayError(
                         f"{self._location}: could not {verb} {name or 'all'} "
-                        f"for {self._patience:g} s ({error}); check that it can "
-                        "be reached from here"
+                        f"for {self._patience:g} s ({error}){remedy}"
                     ) from error
                 self._closed.wait(pause * random.uniform(1.0, 1.5))
                 pause = min(2 * pause, LONGEST_LARGE_PAUSE if large else LONGEST_PAUSE)

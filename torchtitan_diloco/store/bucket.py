@@ -49,14 +49,19 @@ WRONG_LOGIN = (
 NO_LOGIN = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 """Endpoints that provide credentials if none are given."""
 FULL = ("QuotaExceeded", "StorageFull")
-PASSING = {408, 409, 425, 429}
-"""Statuses of which another attempt may get a better one, as of all from 500 on."""
+PASSING = {408, 409, 425, 429, 499}
+"""Statuses after which another attempt may get a better one, as after all from 500 on, except 501
+and 507."""
 PASSING_CODES = re.compile(
-    r"<Code>(?:RequestTimeout|IncompleteBody|OperationAborted|SlowDown|\w*Throttl\w*)</Code>"
+    r"<Code>(?:RequestTimeout|IncompleteBody|OperationAborted|SlowDown\w*|[\w.]*Throttl\w*)</Code>"
 )
 """The same with statuses that are otherwise final, such as 400 after a link that was cut."""
+FINAL_CODES = re.compile(r"<Code>(?:\w*Immutable\w*|InvalidBucketState)</Code>")
+"""Codes of rules of the bucket, which stay, with a status that otherwise passes."""
+ANSWERED = "there is an answer from there: check the server, and proxies on the way to it"
+"""Remedy if a server has answered with an error until the end of the attempts."""
 OTHER_REGION = ("incorrectly configured region",)
-"""What obstore says of a redirect without an address."""
+"""What obstore says of any redirect without an address. It may also be one of a proxy."""
 LOGIN_REMEDY = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
     "gs": "set GOOGLE_SERVICE_ACCOUNT to the path of a key",
@@ -126,7 +131,7 @@ class Bucket(Backend):
             except AlreadyExistsError:
                 stored = self.get(name, large=large)
                 if stored is None:  # deleted meanwhile, or another writer is about to create it
-                    raise PassingError("another writer is writing it") from None
+                    raise PassingError("another writer is writing it", ANSWERED) from None
                 return stored.sealed == content
             except NotImplementedError as error:
                 raise self._without_conditions() from error
@@ -232,7 +237,8 @@ class Bucket(Backend):
             )
         if _says(error, OTHER_REGION):
             return RefusedError(
-                f"{self.location}: the bucket is in another region ({said}); {self._region_remedy}"
+                f"{self.location}: the bucket may be in another region ({said}); "
+                f"{self._region_remedy}"
             )
         if _says(error, WRONG_CLOCK):
             return self._about_clock(said)
@@ -243,7 +249,7 @@ class Bucket(Backend):
                 f"{self.location}: the credentials were refused ({said}); {self._login_remedy}"
             )
         if PASSING_CODES.search(text):
-            return PassingError(f"status {status}: {said}")
+            return PassingError(f"status {status}: {said}", ANSWERED)
         if self._is_other_server(text):
             return RefusedError(
                 f"{self.location}: the server there does not speak S3 (status {status}: {said}); "
@@ -260,8 +266,8 @@ class Bucket(Backend):
             return self._without_conditions()
         if not status:
             return self._unreached(said, debug)
-        if status in PASSING or status >= 500:
-            return PassingError(f"status {status}: {said}")
+        if (status in PASSING or status >= 500) and not FINAL_CODES.search(text):
+            return PassingError(f"status {status}: {said}", ANSWERED)
         return StoreError(f"{self.location}: cannot {verb} {name}: {said} (status {status})")
 
     def _is_other_server(self, text: str) -> bool:
@@ -291,7 +297,7 @@ class Bucket(Backend):
             "set the clock, for example with NTP"
         )
         if self._has_worked:
-            return PassingError(reason)
+            return PassingError(reason, remedy="")
         return RefusedError(f"{self.location}: {reason}")
 
     def _about_certificate(self, reason: str) -> str:

@@ -16,8 +16,8 @@ class FullError(StoreError):
 
 
 class RefusedError(StoreError):
-    """Another attempt would also fail: the login, its permissions, the bucket, or a clock is
-    wrong."""
+    """Another attempt would also fail: the login, its permissions or the bucket is wrong, or the
+    clock of this machine has been from the start."""
 
 
 class DamagedObjectError(StoreError):
@@ -30,3 +30,8 @@ class ClosedError(StoreError):
 
 class PassingError(Exception):
     """An attempt of a backend failed, and the next one may succeed. A Store repeats it."""
+
+    def __init__(self, reason: str, remedy: str = "check that it can be reached from here") -> None:
+        """`remedy`: what to do if all attempts fail, or empty if the reason says it."""
+        super().__init__(reason)
+        self.remedy = remedy

@@ -4,7 +4,8 @@ A content below `MOST_BYTES` is one object. For a larger one, the chunks `NAME.R
 are stored first, and then the object NAME, which contains the number of bytes and chunks. ROOT is a
 checksum of all chunks: two writers of the same name have separate chunks, and the object NAME
 decides whose content it is. What an interrupted writer has left is below the name of its object:
-who lists a folder of the store finds it there (`owner_of`), and no single call looks for it.
+who lists a folder of the store finds it there (`owner_of`). Only `create` looks for it, to go on
+with an upload.
 """
 
 import hashlib
@@ -187,7 +188,8 @@ class LargeObjects:
 
     def delete(self, name: str, listed: Sequence[str] | None = None) -> None:
         """Delete an object, and then the chunks that this process has begun to store, or otherwise
-        those that the object names. Those of an interrupted writer stay.
+        those that the object names. Those of an interrupted writer stay, and so do those of another
+        process that has stored another content under a name that this one has stored before.
 
         `listed`: names of all chunks below its name, as a list has found them, to delete instead.
         """
@@ -338,7 +340,8 @@ class _Known:
         return self._heads.get(name)
 
     def note(self, name: str, head: _Head) -> None:
-        """Note one, and forget the oldest if there are many: their objects name them, too."""
+        """Note one, and forget the oldest if there are many. Objects that are stored name their
+        chunks, too. For one whose upload is under way, another attempt sends all chunks again."""
         with self._lock:
             self._heads[name] = head
             if len(self._heads) > MOST_KNOWN:
