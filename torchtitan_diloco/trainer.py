@@ -88,8 +88,10 @@ class Trainer:
         self.toml = to_toml(portable(config))
         self.ranks = config.workers * world.ranks_per_worker
         """Number of ranks of all workers, including those of other islands."""
-        self.launcher_is_unaware = False
-        """Whether a rank has asked to stop, of which the launcher of this one does not know."""
+        self.got_signal = False
+        """Whether this rank got a signal to stop."""
+        self.knows_of_stop = False
+        """Whether a rank got a signal or a notice to stop, as far as this one knows."""
         self.lr = 0.0
         tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
         self._find_start()
@@ -205,7 +207,8 @@ class Trainer:
             if self.course.took_end:
                 self._save_end(checkpointer)
             checkpointer.finish(lambda: stop.seconds_left)
-        self.launcher_is_unaware = stop.launcher_is_unaware
+        self.got_signal = stop.got_signal
+        self.knows_of_stop = stop.knows_of_stop
         self._log_end(folder, telemetry)
         if checkpointer.failure:
             raise UserError(
