@@ -127,6 +127,10 @@ class Trainer:
         # A run that has lost its folder may also have lost what it started from, so that its mirror
         # comes before `checkpoint.resume`.
         self.start = find_start(filter(None, (this_run, self.mirror, other_run)))
+        # An island without a checkpoint goes on from the shared parameters of its run.
+        begins_anew = self.start.manifest is None and not config.islands.join
+        if begins_anew and self.mirror is not None:
+            self.mirror.log_new_run()
 
     def _check_start(self, manifest: Manifest, *, goes_on: bool) -> None:
         """Raise if the checkpoint of a manifest has parameters or tokens of another meaning."""

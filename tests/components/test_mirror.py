@@ -78,17 +78,22 @@ def test_a_mirror_without_checkpoints_is_named_if_the_folder_has_none_either(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Such as the mount point of a disk that is not mounted."""
+    caplog.set_level("INFO")
     location = tmp_path / "mirror"
     wanted = mirrored(text, tmp_path / "run", location, **{"checkpoint.at_end": "false"})
     for new in (", which was just made or was empty,", ""):
         caplog.clear()
         run(wanted | {"training.steps": "2"})
-        (warning,) = [line for line in caplog.messages if line.startswith("mirror: ")]
-        assert warning.startswith(f"mirror: {location}{new} has no checkpoints, and run.folder")
+        (line,) = [one for one in caplog.records if one.message.startswith("mirror: ")]
+        assert line.message.startswith(f"mirror: {location}{new} has no checkpoints, and run.fold")
+        assert line.levelname == "INFO"
     run(wanted)
     caplog.clear()
     run(wanted)
     assert "has no checkpoints" not in caplog.text
+    resume = {"checkpoint.resume": tmp_path / "run"}
+    run(mirrored(text, tmp_path / "other", tmp_path / "its mirror", **resume))
+    assert "has no checkpoints" not in caplog.text, "it does not begin anew"
 
 
 def test_the_checksums_of_what_was_just_fetched_are_not_compared_again(
@@ -363,7 +368,6 @@ def test_a_mirror_that_is_away_is_named_once_and_at_the_end(
         run(mirrored(text, tmp_path / "run", location, **{"checkpoint.every": 3}))
     assert saved_steps(tmp_path / "run/worker-0") == [3, 6, 9, 12, 15, 16]
     warnings = [one.message for one in caplog.records if one.levelname == "WARNING"]
-    assert "has no checkpoints, and run.folder has none" in warnings.pop(0)
     assert "step 3 of worker 0 was not copied: " in warnings[0]
     assert "training continues, and the next save tries again" in warnings[0]
     if comes_back:
