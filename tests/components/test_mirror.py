@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -448,21 +449,26 @@ def test_a_slow_copy_is_waited_for_at_the_end_for_a_bounded_time(
 
 
 def _seconds_of_a_wait(location: Path, seconds: list[float]) -> list[float]:
-    """Return the seconds for which this rank waits for a mirror, if each has so many."""
+    """Return the seconds for which this rank waits for a mirror, if each may wait so many. The
+    first rank comes a second later than the other."""
     world = join(2)
+    end = time.monotonic() + seconds[world.rank]
     settings: dict[str, Any] = {"island": "", "writes": True, "toml": "", "check": print}
     config = Checkpoint(mirror=str(location))
     copier = mirror.Mirror(config, world, Mock(), location, **settings)
     with patch.object(mirror, "wait") as waits:
         waits.return_value.not_done = set()
-        copier.finish(seconds[world.rank])
+        time.sleep(1 - world.rank)
+        copier.finish(lambda: end - time.monotonic())
     return [call.args[1] for call in waits.call_args_list]
 
 
 def test_the_machine_that_goes_away_first_decides_how_long_all_wait(
     tmp_path: Path, processes: ProcessPool
 ) -> None:
-    assert processes.run(_seconds_of_a_wait, 2, tmp_path, [300.0, 20.0]) == [[20.0], [20.0]]
+    one, other = processes.run(_seconds_of_a_wait, 2, tmp_path, [300.0, 90.0])
+    assert one == other
+    assert 60 < one[0] < 89.5, "less the time until all have met"
 
 
 def test_settings_that_cannot_be_a_mirror(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -398,12 +398,14 @@ class Mirror:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def finish(self, seconds: float) -> None:
+    def finish(self, most_seconds: Callable[[], float]) -> None:
         """Wait for the copy of the last checkpoint, and say what is not copied. Collective.
 
-        `seconds`: time that this rank has. That of the machine that goes away first counts.
+        `most_seconds`: returns how long this rank may wait. That of the machine that goes away
+        first counts.
         """
-        seconds = min(gather_objects(float(seconds), self._world.saving))
+        gather_objects("", self._world.saving)  # the time until the last rank is here has passed
+        seconds = min(gather_objects(most_seconds(), self._world.saving))
         last = self._offered
         if last is not None and last not in self._under_way:  # it was skipped, on all workers
             self._submit(last)
