@@ -35,12 +35,13 @@ def check_same_model(manifest: Manifest, model: Model, *, goes_on: bool) -> None
     if not changed:
         return
     listed = ", ".join(f"model.{name} = {before[name]} (here {now[name]})" for name in changed)
-    remedy = "set this as there"
+    remedy = f"set {'this' if len(changed) == 1 else 'these'} as there"
     if not set(changed) & set(HEADS):
         remedy += ", or start a new run from that checkpoint with checkpoint.resume"
     raise UserError(
-        f"the checkpoint was trained with {listed}, by model.flavor or by its own setting, so its "
-        f"parameters would mean something else: {remedy}"
+        f"the checkpoint of step {manifest.step} of the run {manifest.run} was trained with "
+        f"{listed}, by model.flavor or by a setting, so its parameters would mean something else: "
+        f"{remedy}"
     )
 
 
