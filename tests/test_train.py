@@ -5,9 +5,11 @@ import logging
 import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,6 +27,7 @@ from torchtitan_diloco.base.formatting import clock, few_digits
 from torchtitan_diloco.base.hardware import GIB, GLOO_INTERFACE
 from torchtitan_diloco.base.user import FENCED, LOCAL_ISLANDS, WORKER_LOST, UserError
 from torchtitan_diloco.components import run_plan
+from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.run_plan import (
     check_memory,
     log_early_end,
@@ -107,6 +110,34 @@ def test_a_rank_that_is_lost_at_the_start_is_named_by_the_others(
     place = f"torchtitan_diloco.trainer.{where}"
     codes = processes.run(_exit_code_beside_a_loss, 2, chosen, place, dying={1})
     assert codes == [WORKER_LOST, DIED]
+
+
+def _end_after_a_late_signal(chosen: dict[str, str]) -> list[int]:
+    """Return the codes with which a rank ends its launcher, if the other one gets a signal after
+    the last step."""
+    finish = Checkpointer.finish
+    ends = list[int]()
+
+    def interrupted(checkpointer: Checkpointer, seconds_left: Callable[[], float]) -> None:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGINT)
+        finish(checkpointer, seconds_left)
+
+    with (
+        patch.object(Checkpointer, "finish", interrupted),
+        patch("torchtitan_diloco.launching.rank.end_run", ends.append),
+        patch.dict(os.environ, LOCAL_RANK="0"),  # as on nodes of their own
+    ):
+        assert main(words(chosen)) == 0
+    return ends
+
+
+def test_a_signal_after_the_last_step_is_known_on_all_nodes(
+    text: Path, processes: ProcessPool
+) -> None:
+    """The launcher of the node that got it does not come to the barrier at the end."""
+    chosen = settings(text, diloco__workers=2)
+    assert processes.run(_end_after_a_late_signal, 2, chosen) == [[0], []]
 
 
 @pytest.mark.parametrize(

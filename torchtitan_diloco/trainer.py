@@ -88,8 +88,10 @@ class Trainer:
         self.toml = to_toml(portable(config))
         self.ranks = config.workers * world.ranks_per_worker
         """Number of ranks of all workers, including those of other islands."""
-        self.launcher_is_unaware = False
-        """Whether a rank has asked to stop, of which the launcher of this one does not know."""
+        self.got_signal = False
+        """Whether this rank got a signal to stop."""
+        self.knows_of_stop = False
+        """Whether a rank got a signal or a notice to stop, as far as this one knows."""
         self.lr = 0.0
         tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
         self._find_start()
@@ -125,6 +127,10 @@ class Trainer:
         # A run that has lost its folder may also have lost what it started from, so that its mirror
         # comes before `checkpoint.resume`.
         self.start = find_start(filter(None, (this_run, self.mirror, other_run)))
+        # An island without a checkpoint goes on from the shared parameters of its run.
+        begins_anew = self.start.manifest is None and not config.islands.join
+        if begins_anew and self.mirror is not None:
+            self.mirror.log_new_run()
 
     def _check_start(self, manifest: Manifest, *, goes_on: bool) -> None:
         """Raise if the checkpoint of a manifest has parameters or tokens of another meaning."""
@@ -205,7 +211,8 @@ class Trainer:
             if self.course.took_end:
                 self._save_end(checkpointer)
             checkpointer.finish(lambda: stop.seconds_left)
-        self.launcher_is_unaware = stop.launcher_is_unaware
+        self.got_signal = stop.got_signal
+        self.knows_of_stop = stop.knows_of_stop
         self._log_end(folder, telemetry)
         if checkpointer.failure:
             raise UserError(

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,17 +79,22 @@ def test_a_mirror_without_checkpoints_is_named_if_the_folder_has_none_either(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Such as the mount point of a disk that is not mounted."""
+    caplog.set_level("INFO")
     location = tmp_path / "mirror"
     wanted = mirrored(text, tmp_path / "run", location, **{"checkpoint.at_end": "false"})
     for new in (", which was just made or was empty,", ""):
         caplog.clear()
         run(wanted | {"training.steps": "2"})
-        (warning,) = [line for line in caplog.messages if line.startswith("mirror: ")]
-        assert warning.startswith(f"mirror: {location}{new} has no checkpoints, and run.folder")
+        (line,) = [one for one in caplog.records if one.message.startswith("mirror: ")]
+        assert line.message.startswith(f"mirror: {location}{new} has no checkpoints, and run.fold")
+        assert line.levelname == "INFO"
     run(wanted)
     caplog.clear()
     run(wanted)
     assert "has no checkpoints" not in caplog.text
+    resume = {"checkpoint.resume": tmp_path / "run"}
+    run(mirrored(text, tmp_path / "other", tmp_path / "its mirror", **resume))
+    assert "has no checkpoints" not in caplog.text, "it does not begin anew"
 
 
 def test_the_checksums_of_what_was_just_fetched_are_not_compared_again(
@@ -363,7 +369,6 @@ def test_a_mirror_that_is_away_is_named_once_and_at_the_end(
         run(mirrored(text, tmp_path / "run", location, **{"checkpoint.every": 3}))
     assert saved_steps(tmp_path / "run/worker-0") == [3, 6, 9, 12, 15, 16]
     warnings = [one.message for one in caplog.records if one.levelname == "WARNING"]
-    assert "has no checkpoints, and run.folder has none" in warnings.pop(0)
     assert "step 3 of worker 0 was not copied: " in warnings[0]
     assert "training continues, and the next save tries again" in warnings[0]
     if comes_back:
@@ -444,21 +449,26 @@ def test_a_slow_copy_is_waited_for_at_the_end_for_a_bounded_time(
 
 
 def _seconds_of_a_wait(location: Path, seconds: list[float]) -> list[float]:
-    """Return the seconds for which this rank waits for a mirror, if each has so many."""
+    """Return the seconds for which this rank waits for a mirror, if each may wait so many. The
+    first rank comes a second later than the other."""
     world = join(2)
+    end = time.monotonic() + seconds[world.rank]
     settings: dict[str, Any] = {"island": "", "writes": True, "toml": "", "check": print}
     config = Checkpoint(mirror=str(location))
     copier = mirror.Mirror(config, world, Mock(), location, **settings)
     with patch.object(mirror, "wait") as waits:
         waits.return_value.not_done = set()
-        copier.finish(seconds[world.rank])
+        time.sleep(1 - world.rank)
+        copier.finish(lambda: end - time.monotonic())
     return [call.args[1] for call in waits.call_args_list]
 
 
 def test_the_machine_that_goes_away_first_decides_how_long_all_wait(
     tmp_path: Path, processes: ProcessPool
 ) -> None:
-    assert processes.run(_seconds_of_a_wait, 2, tmp_path, [300.0, 20.0]) == [[20.0], [20.0]]
+    one, other = processes.run(_seconds_of_a_wait, 2, tmp_path, [300.0, 90.0])
+    assert one == other
+    assert 60 < one[0] < 89.5, "less the time until all have met"
 
 
 def test_settings_that_cannot_be_a_mirror(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -366,7 +366,7 @@ def test_nodes_of_one_worker_have_to_share_a_disk(
 ) -> None:
     wanted = chosen(text, "", **(FP32 | {"diloco.workers": 1})) | {"run.folder": "run"}
     for error in processes.run(_run_on_a_node_of_its_own, 2, wanted, tmp_path):
-        assert re.search(r"run\.lock is not here, .* the nodes of a worker must share", error)
+        assert re.search(r"worker-0 of .* lacks a file .*: the nodes of a worker must share", error)
     assert not (tmp_path / "node-0/run/worker-0/metrics.jsonl").exists(), "before it trains"
     path = checkpoint(tmp_path / "node-0/run", 16)
     shutil.copytree(checkpoint(whole, 16), path)

@@ -7,7 +7,7 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -17,6 +17,7 @@ from tests.diloco.toy import join
 from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, curve, records
 from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components import run_folder
 from torchtitan_diloco.components.checkpoint_folder import (
     begin,
     checkpoint_path,
@@ -25,6 +26,7 @@ from torchtitan_diloco.components.checkpoint_folder import (
 )
 from torchtitan_diloco.components.resume import Start
 from torchtitan_diloco.components.run_folder import (
+    LOCK,
     claim_run_folder,
     find_compared_run,
     lock_folder,
@@ -99,6 +101,32 @@ def test_a_refused_start_leaves_the_settings_of_the_run_that_holds_the_folder(
     (tmp_path / "worker-0").mkdir()
     (tmp_path / "config.toml").write_text("own")
     assert processes.run(_claim_beside_a_run, 2, tmp_path) == [["own"], ["own"]]
+
+
+def _claim_without_open_files(path: Path) -> list[str]:
+    """Return what the folder of the worker of two ranks has after its start, of whose files the
+    second rank sees only those that are closed."""
+    world = join(1, ranks=2)
+    open_file = Path.open
+
+    def open_closed(file: Path, *arguments: Any, **options: Any) -> Any:
+        if world.rank == 1 and file.name == LOCK:
+            raise FileNotFoundError(file)
+        return open_file(file, *arguments, **options)
+
+    with patch.object(Path, "open", open_closed), patch.object(run_folder, "SHARED_SECONDS", 0.0):
+        lock = claim_run_folder(world, path, Start(), "")
+    names = sorted(file.name for file in (path / "worker-0").iterdir())
+    if lock is not None:
+        lock.file.close()
+    return names
+
+
+def test_the_disk_of_a_worker_may_show_only_files_that_are_closed(
+    processes: ProcessPool, tmp_path: Path
+) -> None:
+    """As some mounts of buckets do."""
+    assert processes.run(_claim_without_open_files, 2, tmp_path) == [[LOCK], [LOCK]]
 
 
 def test_a_save_of_another_run_since_this_one_looked_is_not_overwritten(

@@ -163,6 +163,8 @@ def test_settings_by_which_parameters_mean_something_else(
     with pytest.raises(UserError) as caught:
         check_same_model(manifest, model, goes_on=goes_on)
     assert named in str(caught.value)
+    several = str(caught.value).count(" (here ") > 1
+    assert f"set {'these' if several else 'this'} as there" in str(caught.value)
 
 
 def test_a_run_without_a_checkpoint_that_it_can_read_is_not_started_over(tmp_path: Path) -> None:

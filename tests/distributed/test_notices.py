@@ -277,11 +277,12 @@ def test_a_signal_after_a_notice_is_the_first_one() -> None:
         assert stop.seconds_left == math.inf
         stop.note(Notice("taken away", 30.0))
         assert stop.agreed(1).stop
-        found = [stop.launcher_is_unaware]
+        found = [stop.got_signal]
         assert stop.seconds_left <= 30
         os.kill(os.getpid(), signal.SIGTERM)
-        found.append(stop.launcher_is_unaware)
-        assert found == [True, False]
+        found.append(stop.got_signal)
+        assert found == [False, True]
+        assert stop.knows_of_stop
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,15 @@ from tests.test_trainer import settings, words
 from torchtitan_diloco.base.hardware import available_cores
 from torchtitan_diloco.base.user import FENCED, USER_ERROR
 from torchtitan_diloco.config import Config, from_command_line, load_config, parse_config
-from torchtitan_diloco.launching.launch import describe_failures, folder_of_messages, main
+from torchtitan_diloco.launching.launch import (
+    EXIT_CODE,
+    LAUNCHER,
+    MESSAGES,
+    describe_failures,
+    end_run,
+    folder_of_messages,
+    main,
+)
 from torchtitan_diloco.launching.nodes import read_nodes
 
 SECOND = {"NNODES": "2", "NODE_RANK": "1"}
@@ -405,6 +413,20 @@ def test_the_folder_of_messages_is_locked_against_who_cleans_up() -> None:
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(other)
+
+
+def test_a_rank_that_outlives_its_launcher_leaves_no_folder_of_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    monkeypatch.setenv(MESSAGES, str(folder := tmp_path / "messages"))
+    monkeypatch.setenv(LAUNCHER, str(os.getpid()))
+    with patch("os.kill"):
+        end_run(FENCED)
+        assert not folder.exists()
+        monkeypatch.setenv(LAUNCHER, str(os.getppid()))  # which has lost its folder
+        end_run(FENCED)
+    assert (folder / EXIT_CODE).read_text() == str(FENCED)
 
 
 def test_a_crashed_run_keeps_its_id_which_names_its_folder(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ class Copier(Protocol):
 
     def offer(self, path: Path) -> None: ...
 
-    def finish(self, seconds: float) -> None: ...
+    def finish(self, most_seconds: Callable[[], float]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -358,10 +358,14 @@ class Checkpointer:
         `seconds_left`: returns the time until this machine is taken away.
         """
         self.wait()
-        if self._mirror is not None:
+
+        def most_seconds() -> float:
             most = min(seconds_left() - LEAVE_SECONDS, self._config.mirror_wait_seconds)
+            return max(0.0, float(most))
+
+        if self._mirror is not None:
             with naming_lost_ranks(self._world, "in the wait for the mirror"):
-                self._mirror.finish(max(0.0, most))
+                self._mirror.finish(most_seconds)
 
     def close(self) -> None:
         """Give a save under way some time. Its failure must not hide why the run has ended.

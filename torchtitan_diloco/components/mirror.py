@@ -148,6 +148,7 @@ class Mirror:
         self._copies: Copies | None = None
         self._token = new_identity(world)  # of this start
         self._location = ""
+        self._is_new = False  # nothing was stored there before this start
         self._under_way: dict[Path, Future[None]] = {}
         self._begun: Path | None = None
         self._offered: Path | None = None
@@ -165,7 +166,8 @@ class Mirror:
 
     def find(self, start: Start, /) -> Start:
         """Return what the run starts from: `start`, which `run.folder` has, or a newer copy in the
-        mirror. It only reads there, as this start may still be refused. Collective."""
+        mirror. It makes the store, if there is none, but writes no copies there and takes nothing
+        over, as this start may still be refused. Collective."""
         world = self._world
         self._run = start.run
         group = world.saving
@@ -176,6 +178,7 @@ class Mirror:
         seen = gather_objects(answer, group)[0]
         self._run = seen.run
         self._location = seen.location
+        self._is_new = seen.is_new
         looks = self._is_first and not world.is_first and not seen.problem
         answer = on_all_ranks(group, lambda: self._look(adopts=False) if looks else _Seen())
         of_others = gather_objects(answer, group)
@@ -188,18 +191,21 @@ class Mirror:
                 )
             self._note_failure(problem, says=world.is_first)
             return start
-        if not (start.goes_on or seen.copies) and world.is_first:
-            # It may have some on a disk that is not mounted.
-            new = ", which was just made or was empty," if seen.is_new else ""
-            logger.warning(
-                f"mirror: {seen.location}{new} has no checkpoints, and run.folder has none: the "
-                "run begins anew. If it was mirrored before, stop it and look for its mirror"
-            )
         start = self._newer(start, seen.copies)
         known = start.goes_on and start.manifest and Copy.of(start.manifest) in seen.copies
         if start.goes_on and not known:
             self._lacking = start.checkpoint
         return start
+
+    def log_new_run(self) -> None:
+        """Log that the run begins anew, as there is no checkpoint that it could go on from."""
+        if self._world.is_first:
+            # The mirror may have some on a disk that is not mounted.
+            new = ", which was just made or was empty," if self._is_new else ""
+            logger.info(
+                f"mirror: {self._location}{new} has no checkpoints, and run.folder has none: the "
+                "run begins anew"
+            )
 
     def claim(self) -> None:
         """Let this start, which is about to train, be the one that writes to the mirror, and copy
@@ -392,12 +398,14 @@ class Mirror:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def finish(self, seconds: float) -> None:
+    def finish(self, most_seconds: Callable[[], float]) -> None:
         """Wait for the copy of the last checkpoint, and say what is not copied. Collective.
 
-        `seconds`: time that this rank has. That of the machine that goes away first counts.
+        `most_seconds`: returns how long this rank may wait. That of the machine that goes away
+        first counts.
         """
-        seconds = min(gather_objects(float(seconds), self._world.saving))
+        gather_objects("", self._world.saving)  # the time until the last rank is here has passed
+        seconds = min(gather_objects(most_seconds(), self._world.saving))
         last = self._offered
         if last is not None and last not in self._under_way:  # it was skipped, on all workers
             self._submit(last)

@@ -8,6 +8,7 @@ RUN/config.toml                   the settings of the latest start
 
 import fcntl
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -70,7 +71,6 @@ def lock_folder(path: Path) -> FolderLock:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
-    os.fsync(file.fileno())  # for other nodes
     return FolderLock(file, problem)
 
 
@@ -84,7 +84,7 @@ def claim_run_folder(world: World, path: Path, start: Start, toml: str) -> Folde
         world.saving, lambda: _claim(path, world.worker, start) if is_first else None
     )
     if world.ranks_per_worker > 1:
-        _check_shared(world, folder_of_worker(path, world.worker) / LOCK)
+        _check_shared(world, path)
     # Only now, as another run may hold the folder of another worker.
     on_all_ranks(
         world.saving, lambda: _begin(path, world.worker, start, toml) if is_first else None
@@ -92,31 +92,48 @@ def claim_run_folder(world: World, path: Path, start: Start, toml: str) -> Folde
     return lock
 
 
-def _check_shared(world: World, lock: Path) -> None:
-    """Raise unless all ranks of a worker see the lock of its first rank. Collective."""
+def _check_shared(world: World, path: Path) -> None:
+    """Raise unless all ranks of a worker see a file that its first rank writes. Collective.
+
+    The file is closed before the others look, as some file systems show it only then. Its name is
+    new, so that none of them remembers that there is no such file.
+    """
+    group = world.saving
     is_first = world.rank_in_worker == 0
-    owners = gather_objects(_owner_of(lock) if is_first else "", world.saving)
-    owner = owners[world.rank - world.rank_in_worker]
-    on_all_ranks(world.saving, lambda: _wait_for(owner, lock))
+    mine = [f".shared-{secrets.token_hex(8)}", f"process {os.getpid()} on {socket.gethostname()}"]
+    name, writer = gather_objects(mine, group)[world.rank - world.rank_in_worker]
+    file = folder_of_worker(path, world.worker) / name
+
+    def write() -> None:
+        if is_first:
+            with _explaining_errors(path):
+                write_whole(file, writer.encode())
+
+    try:
+        on_all_ranks(group, write)
+        on_all_ranks(group, lambda: _wait_for(file, writer))
+    finally:
+        if is_first:
+            with suppress(OSError):  # one that stays does no harm
+                file.unlink(missing_ok=True)
 
 
-def _wait_for(owner: str, lock: Path) -> None:
-    """Wait until this node sees that a lock has an owner. Raise if it does not."""
+def _wait_for(file: Path, writer: str) -> None:
+    """Wait until this node sees what a writer has written. Raise if it does not."""
     end = time.monotonic() + SHARED_SECONDS
-    while _owner_of(lock) != owner:
+    while not _has_content(file, writer):
         if time.monotonic() >= end:
             raise UserError(
-                f"{lock} is not here, on {socket.gethostname()}, as its worker's first rank "
-                f"({owner}) has written it: the nodes of a worker must share run.folder"
+                f"{file.parent} of {socket.gethostname()} lacks a file that its worker's first "
+                f"rank ({writer}) has written there: the nodes of a worker must share run.folder"
             )
         time.sleep(0.5)
 
 
-def _owner_of(lock: Path) -> str:
-    """Return the process that holds a lock, or else had it last. Empty: it is not there."""
+def _has_content(file: Path, content: str) -> bool:
     with suppress(OSError):
-        return lock.read_text(encoding="utf-8").strip()
-    return ""
+        return file.read_bytes() == content.encode()
+    return False
 
 
 @contextmanager

@@ -27,26 +27,31 @@ def check_same_model(manifest: Manifest, model: Model, *, goes_on: bool) -> None
     saved = tomllib.loads(manifest.config).get("model")
     if saved is None:
         return
-    before = _resolved(saved)
-    now = _resolved(asdict(model))
+    before = settings_of_section(saved)
+    now = settings_of_section(asdict(model))
     names = (*HEADS, *POSITIONS) if goes_on else HEADS
     changed = [name for name in names if None not in (before[name], now[name])]
     changed = [name for name in changed if before[name] != now[name]]
     if not changed:
         return
     listed = ", ".join(f"model.{name} = {before[name]} (here {now[name]})" for name in changed)
-    remedy = "set this as there"
+    remedy = f"set {'this' if len(changed) == 1 else 'these'} as there"
     if not set(changed) & set(HEADS):
         remedy += ", or start a new run from that checkpoint with checkpoint.resume"
     raise UserError(
-        f"the checkpoint was trained with {listed}, by model.flavor or by its own setting, so its "
-        f"parameters would mean something else: {remedy}"
+        f"the checkpoint of step {manifest.step} of the run {manifest.run} was trained with "
+        f"{listed}, by model.flavor or by a setting, so its parameters would mean something else: "
+        f"{remedy}"
     )
 
 
-def _resolved(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a [model] section, with what its flavor sets. None: it is not known,
-    as in a model of the user."""
+def settings_of_section(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a [model] section by name, with what its flavor sets.
+
+    Keys that are no settings of this version are left out. Of a flavor that is not known here, such
+    as one of the user, only what the section itself sets is known: the rest is None. Raise if the
+    settings give no model.
+    """
     names = {field.name for field in fields(Model)}
     model = Model(**{key: value for key, value in section.items() if key in names})
     if model.flavor not in SHAPES:

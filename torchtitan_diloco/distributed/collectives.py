@@ -261,10 +261,15 @@ class StopRequest:
             self._save = True
 
     @property
-    def launcher_is_unaware(self) -> bool:
-        """Whether a rank has asked to stop, and this one got no signal, of which its launcher would
-        know. All is known once this context has ended."""
-        return self._any_stops and self._received is None
+    def got_signal(self) -> bool:
+        """Whether this rank got a signal to stop."""
+        return self._received is not None
+
+    @property
+    def knows_of_stop(self) -> bool:
+        """Whether this rank got a signal or a notice to stop, or knows that another one got one
+        before the last question. Others may know of later ones."""
+        return self.got_signal or self._noticed or self._any_stops
 
     @property
     def seconds_left(self) -> float:
@@ -319,7 +324,7 @@ class StopRequest:
         if self._latest is not None and self._latest.asked_at == step:
             return self._latest.answer
         now = time.perf_counter()
-        stop = self._noticed or self._received is not None
+        stop = self._noticed or self.got_signal
         asked = Asked(
             stop=float(stop),
             save=float(self._save),
@@ -332,7 +337,7 @@ class StopRequest:
         self._latest = Question(asked_at=step, due=due, answer=answer)
         self._questions.append(self._latest)
         if stop and not self._announced and due > step:
-            reason = "signal received" if self._received is not None else "noticed"
+            reason = "signal received" if self.got_signal else "noticed"
             logger.info(f"{reason}: the run stops after step {due}")
         self._announced = stop
         self._steps = 0

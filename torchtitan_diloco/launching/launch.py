@@ -342,7 +342,8 @@ def end_run(code: int) -> None:
 def _leave_message(name: str, number: int) -> None:
     if folder := os.environ.get(MESSAGES):
         with suppress(OSError):  # a full disk, or the launcher has ended: it does without
-            Path(folder).mkdir(mode=0o700, exist_ok=True)  # somebody has cleaned up
+            if os.environ.get(LAUNCHER) == str(os.getppid()):
+                Path(folder).mkdir(mode=0o700, exist_ok=True)  # somebody has cleaned up
             Path(folder, name).write_text(str(number))
 
 

@@ -79,13 +79,14 @@ def _train(config: Config, job: Job) -> int:
     with naming_lost_ranks(world, "at the start"):
         trainer = Trainer(config, world, note_step=job.complete_step)
     trainer.run()
-    # All ranks close their files before a launcher ends them. One that has left has nothing more to
-    # write.
+    # All ranks close their files before a launcher ends them, and learn here of a signal that came
+    # after their last question. One that has left has nothing more to write.
+    stops = [trainer.knows_of_stop]
     with suppress(TransferError):
-        gather_objects("", world.control)
+        stops = gather_objects(trainer.knows_of_stop, world.control)
     leave_world(world)
     is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not (trainer.launcher_is_unaware and is_first_here):
+    if trainer.got_signal or not any(stops) or not is_first_here:
         return 0
     # The agents of nodes that got a signal do not come to torch's barrier at the end, where this
     # one would wait for them. Code 143 has the run started again on all nodes.
