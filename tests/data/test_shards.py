@@ -116,7 +116,7 @@ def test_a_read_looks_at_nothing_but_what_it_returns(make_shards: MakeShards) ->
         (lambda _: b"\0", "cannot be read .*: copy the folder again"),
         (lambda old: old.replace(b'version": 3', b'version": 9'), "version 9 .* instead of 3"),
         (lambda old: old.replace(b'"vocab_size": 257', b'"vocab_size": "257"'), "whole number"),
-        (lambda old: old.replace(b"tokenizer_fingerprint", b"else"), "is None: write a text there"),
+        (lambda old: old.replace(b"tokenizer_fingerprint", b"else"), "is None instead of a text"),
         (None, "has no token shards .*: give the folder"),
     ],
 )

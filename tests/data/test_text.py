@@ -151,14 +151,17 @@ def test_paths_folders_and_globs(texts: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nothing_is_left_out_or_read_twice_because_of_how_it_is_named(
-    texts: Path, monkeypatch: pytest.MonkeyPatch
+    texts: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     elsewhere = texts / "nothing"
     (elsewhere / "e.TXT").write_text("e")
     (elsewhere / "sub").symlink_to(texts / "sub")
-    (elsewhere / "circle").symlink_to(elsewhere)
-    (elsewhere / "again.txt").symlink_to(elsewhere / "e.TXT")
-    assert pieces(str(elsewhere)) == ["e", "c1", "c2"]
+    (elsewhere / "f.txt").symlink_to(texts / "b.txt")
+    (elsewhere / "circle.txt").symlink_to(elsewhere / "circle.txt")
+    assert pieces(str(elsewhere)) == ["e", "b"]
+    assert [line.partition(" is")[0] for line in caplog.messages] == [str(elsewhere / "sub")]
+    with pytest.raises(ValueError, match=r"circle\.txt: no such regular file"):
+        pieces(str(elsewhere / "circle.txt"))
     monkeypatch.chdir(texts)
     assert pieces(f"b.txt,{texts}/b.txt,./b.txt,nothing/../b.txt") == ["b"]
 

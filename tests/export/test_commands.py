@@ -82,18 +82,22 @@ def test_export_writes_the_shared_parameters(
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({"rotary_base": 500.0}, "--model.rotary_base 10000.0"),
         (
-            {"norm_epsilon": 0.1, "rotary_scaling": 8.0},
-            "--model.norm_epsilon 1e-06 --model.rotary_scaling 1.0",
+            {"heads": 1, "kv_heads": 1, "rotary_base": 9.0},
+            r"--model.heads \d+ --model.kv_heads \d+",
         ),
         ({"feed_forward": 24}, "--model.feed_forward 48"),
     ],
 )
 def test_an_export_starts_no_other_model_or_tokenizer(
-    trained: Path, tmp_path: Path, capsys: Capture, changes: dict[str, Any], remedy: str
+    trained: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, Any],
+    remedy: str,
 ) -> None:
-    """Also if all its tensors fit."""
+    """Also if all its tensors fit, and whatever else its settings have."""
     base = tmp_path / "base"
     printed(capsys, "export", trained, "--out", base)
     config = load_config(str(base / "config.toml"))
@@ -102,9 +106,24 @@ def test_an_export_starts_no_other_model_or_tokenizer(
     with pytest.raises(ValueError, match=f"is of another model: for it, set {remedy}$"):
         load_initial_weights(other, str(base), tokenizer)
     model = build_model(config.model, 320, config.training.sequence_length).to_empty(device="cpu")
-    with pytest.raises(ValueError, match=r'is of the tokenizer .* "bytes" .*: set that one'):
+    with pytest.raises(
+        ValueError, match=r'has another tokenizer than data.tokenizer = "bytes": set --data'
+    ):
         load_initial_weights(model, str(base), build_tokenizer("bytes"))
-    (base / "config.toml").unlink()
+    longer: dict[str, Any] = {"rotary_base": 500.0, "norm_epsilon": 0.1}
+    longer_model = build_model(replace(config.model, **longer), 320, 64).to_empty(device="cpu")
+    load_initial_weights(longer_model, str(base), tokenizer)
+    said = [line for line in caplog.messages if "was trained with" in line][-1]
+    assert "with model.rotary_base = 10000.0, model.norm_epsilon = 1e-06, and" in said
+    settings = base / "config.toml"
+    for text in (
+        settings.read_text().replace("[data]", "[data]\nunknown = 1"),
+        "[model]\nflavor = 3",
+        "no TOML",
+    ):
+        settings.write_text(text)
+        load_initial_weights(model, str(base), tokenizer)
+    settings.unlink()
     load_initial_weights(model, str(base), tokenizer)
 
 

@@ -456,8 +456,8 @@ BARE_KEY = "[A-Za-z0-9_-]+"
 
 
 def format_value(value: Any) -> str:
-    """Format a value as TOML on one line. JSON of all but tables is valid TOML here, except for the
-    character DEL."""
+    """Format a value as TOML on one line. JSON of texts, finite numbers and true or false is valid
+    TOML, except for the character DEL."""
     if isinstance(value, dict):
         entries = [
             f"{key if re.fullmatch(BARE_KEY, key) else format_value(key)} = {format_value(entry)}"

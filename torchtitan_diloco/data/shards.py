@@ -130,7 +130,8 @@ def read_index(path: Path) -> Index:
         if not isinstance(index.settings.get(key), kind):
             what = "a whole number" if kind is int else "a text"
             value = index.settings.get(key)
-            raise UserError(f"{path}: settings.{key} is {value!r}: write {what} there")
+            problem = f"settings.{key} is {value!r} instead of {what}"
+            raise UserError(f"{path}: {problem}: prepare the corpus again, or add what is missing")
     for split in SPLITS:
         index.splits.setdefault(split, SplitIndex())
     return index

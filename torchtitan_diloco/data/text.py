@@ -18,6 +18,7 @@ from typing import BinaryIO, cast
 
 from msgspec.structs import replace
 
+from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.registry import OneOf, find
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config.parts import SOURCES
@@ -115,7 +116,8 @@ def text_kind(path: Path) -> str | None:
 def _find_files(pattern: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        files = sorted(file for file in _walk(path) if text_kind(file) and file.is_file())
+        inside = (file for file in path.rglob("*") if "/." not in f"/{file.relative_to(path)}")
+        files = sorted(file for file in inside if _is_text_or_warn(file))
     elif glob.has_magic(pattern) and not path.exists():
         names = glob.glob(str(path), recursive=True)  # noqa: PTH207  (Path.glob: relative only)
         files = sorted(Path(name) for name in names if not Path(name).is_dir())
@@ -128,24 +130,20 @@ def _find_files(pattern: str) -> list[Path]:
     return files
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its folders, also in those that links lead to, except in
-    hidden ones."""
-    visited = set[Path]()
-    for inside, folders, names in os.walk(folder, followlinks=True):
-        place = Path(inside).resolve()
-        if place in visited:  # of a link to a folder above it, or to one that was read already
-            folders.clear()
-            continue
-        visited.add(place)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(inside, name) for name in names if not name.startswith("."))
+def _is_text_or_warn(path: Path) -> bool:
+    """Return whether a path in a folder is a text. Warn about a link to a folder."""
+    if path.is_symlink() and path.is_dir():
+        logger.warning(
+            f"{path} is a link to a folder, which is not followed: name it as well, if its text "
+            "belongs to the corpus"
+        )
+    return text_kind(path) is not None and path.is_file()
 
 
 def _corpus_of_files(spec: str, paths: Iterable[Path], field: str) -> Corpus:
-    by_place = dict[Path, Path]()
-    for path in paths:  # without those that are named twice, however they are written
-        by_place.setdefault(path.resolve(), path)
+    by_place = dict[str, Path]()
+    for path in paths:  # without those that are named twice, however they are spelled
+        by_place.setdefault(os.path.abspath(path), path)  # noqa: PTH100  (resolve follows links)
     files = list(by_place.values())
     for path in files:
         if not path.is_file():

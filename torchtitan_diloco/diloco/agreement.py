@@ -1,6 +1,7 @@
 """Agreement of all ranks before they train: groups, settings, code and arithmetic."""
 
 import hashlib
+import math
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -9,7 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -67,14 +68,21 @@ def check_shards(model: nn.Module, group: dist.ProcessGroup | None, argument: st
     if group is not None:
         return
     for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
-            continue
-        if any(placement.is_shard() for placement in parameter.placements):
+        if (ranks := ranks_with_shards(parameter)) > 1:
             raise UserError(
-                f"{name} is sharded over {parameter.device_mesh.size()} ranks of this worker, "
-                f"which judge and reset fragments together: pass {argument}, a gloo group of "
-                "these ranks that nothing else uses"
+                f"{name} is sharded over {ranks} ranks of this worker, which judge and reset "
+                f"fragments together: pass {argument}, a gloo group of these ranks that nothing "
+                "else uses"
             )
+
+
+def ranks_with_shards(parameter: Tensor) -> int:
+    """Return the number of ranks over which a parameter is sharded."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = parameter.device_mesh.shape
+    pairs = zip(sizes, parameter.placements, strict=True)
+    return math.prod(size for size, placement in pairs if placement.is_shard())
 
 
 def _check_ranks(workers: set[int], ranks: list[int], what: str) -> None:

@@ -5,9 +5,21 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.base.tensors import is_finite, local_of
 from torchtitan_diloco.diloco.fragments import Fragment
+
+
+def group_of_shards(fragments: Sequence[Fragment]) -> dist.ProcessGroup | None:
+    """Return the group of the ranks over which parameters are sharded, if their mesh has one
+    dimension. FSDP2 uses it in the thread that trains."""
+    for fragment in fragments:
+        for part in fragment.parts:
+            parameter = part.parameter
+            if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
+                return parameter.device_mesh.get_group()
+    return None
 
 
 def find_broken(

@@ -138,8 +138,10 @@ class StreamingDiLoCo:
 
         Call it on every rank of a worker after a step whose gradient is not finite, and before a
         save. A fragment is also reset if its inner optimizer state is not finite. `group`: a group
-        of the worker's ranks for use in this thread, if it has several; not the `shard_group`.
+        of the worker's ranks for use in this thread, not the `shard_group`. Default: that of the
+        mesh of the parameters, if it has one dimension.
         """
+        group = group or healing.group_of_shards(self.fragments)
         check_shards(self.loop.model, group, "group to StreamingDiLoCo.heal")
         healed = healing.find_broken(self.fragments, self.loop.optimizer, group)
         if healed:

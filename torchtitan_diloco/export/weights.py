@@ -7,6 +7,7 @@ run may have changed.
 import hashlib
 import json
 import shlex
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from torchtitan_diloco.components.checkpoint_folder import (
 )
 from torchtitan_diloco.components.copies import is_mirror
 from torchtitan_diloco.components.resume import check_tokenizer
+from torchtitan_diloco.components.same_model import settings_of_section
 from torchtitan_diloco.components.saved_tensors import SavedTensors
 from torchtitan_diloco.config import Config, parse_config
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
@@ -53,16 +55,15 @@ from torchtitan_diloco.export.torchtitan import (
 )
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.decoder import (
-    SHAPES,
     Shape,
-    resolve_shape,
-    settings_of_shape,
     shape_of,
 )
 from torchtitan_diloco.models.interface import copy_shard
 
 EXAMPLE = "def f(x):\n    return 3.14159 * x  # Größe, 模型, été\nThe quick brown fox isn't lazy."
-"""Text that different tokenizers encode differently."""
+"""Text that nearly all different tokenizers encode differently."""
+MAY_CHANGE = ("rotary_base", "rotary_scaling", "norm_epsilon")
+"""Settings of [model] with which training may go on otherwise than it began."""
 PRODUCER = "torchtitan_diloco"
 """Who has written an export, in its metadata."""
 SETTINGS_NAME = "config.toml"
@@ -278,19 +279,39 @@ def _differing_export(
     if not metadata.get("producer", "").startswith(PRODUCER):
         return {}
     name, _, fingerprint = metadata.get("tokenizer", "").rpartition(" ")
-    if fingerprint not in ("", tokenizer.fingerprint):
+    file = settings.with_name(TOKENIZER_NAME)
+    if file.is_file():
+        _check_tokenizer_file(file, path, tokenizer)
+    elif name and (name, fingerprint) != (tokenizer.name, tokenizer.fingerprint):
         raise UserError(
             f'model.weights = "{path}" is of the tokenizer {name} ({fingerprint}), and '
             f'data.tokenizer = "{tokenizer.name}" ({tokenizer.fingerprint}): set that one'
         )
-    if not settings.is_file() or not isinstance(getattr(model, "shape", None), Shape):
+    if not isinstance(getattr(model, "shape", None), Shape):
         return {}
-    chosen = parse_config(settings.read_text(encoding="utf-8"), str(settings)).model
-    if chosen.flavor not in SHAPES:
-        return {}
-    there = settings_of_shape(resolve_shape(chosen))
+    there = _read_model_section(settings)
     mine = settings_of_model(model)
-    return {key: value for key, value in there.items() if value != mine[key]}
+    differing = {key: value for key, value in there.items() if value not in (None, mine.get(key))}
+    if changed := {key: differing.pop(key) for key in MAY_CHANGE if key in differing}:
+        listed = ", ".join(f"model.{key} = {value}" for key, value in changed.items())
+        logger.warning(
+            f'model.weights = "{path}" was trained with {listed}, and this run has other values: '
+            "set these, unless you mean to change them, as to lengthen the context"
+        )
+    return {key: value for key, value in differing.items() if key in mine}
+
+
+def _read_model_section(settings: Path) -> dict[str, Any]:
+    """Return the settings of [model] of an export, with what its flavor sets. Other sections may be
+    of another version, or need modules that this run does without."""
+    try:
+        section = tomllib.loads(settings.read_text(encoding="utf-8")).get("model", {})
+        return settings_of_section(section)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        logger.warning(f"{settings} cannot be compared with [model]: {error}")
+        return {}
 
 
 def _read_metadata(path: str) -> dict[str, str]:
@@ -308,11 +329,11 @@ def _check_tokenizer_file(file: Path, path: str, tokenizer: Tokenizer) -> None:
     if not file.is_file():
         return
     try:
-        there = build_tokenizer(str(file))
-    except UserError as error:
+        there = build_tokenizer(str(file)).encode(EXAMPLE).tolist()
+    except Exception as error:  # the library has no class of its own errors
         logger.warning(f"{file} cannot be compared with data.tokenizer: {error}")
         return
-    if there.encode(EXAMPLE).tolist() != tokenizer.encode(EXAMPLE).tolist():
+    if there != tokenizer.encode(EXAMPLE).tolist():
         raise UserError(
             f'model.weights = "{path}" has another tokenizer than data.tokenizer = '
             f'"{tokenizer.name}": set --data.tokenizer {shlex.quote(str(file))}'

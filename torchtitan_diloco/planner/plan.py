@@ -219,7 +219,8 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     from torchtitan_diloco.planner.ladder import climb, ladder_text
 
     if config.workers == 1:
-        raise UserError("diloco.workers = 1: there are no links; give --diloco.workers 2 or more")
+        key = "islands.local" if config.islands.local else "diloco.workers"
+        raise UserError(f"{key} = 1: there are no links; give --{key} 2 or more")
     load = _workload(config)
     conditions = _conditions(options, load.workers)
     conditions = replace(conditions, backward_waits=config.run.device == "cpu")
