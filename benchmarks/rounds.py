@@ -83,7 +83,8 @@ def rows_of(gaps: Gaps, at: Sequence[int]) -> list[list[str]]:
         for rounds in sorted({*measured, *at})
     ]
     exponents = core.summary([law.exponent for law in fits], ".2f")
-    return [*rows, ["exponent p", "", "", f"{whole.exponent:.2f}", exponents]]
+    law = f"{whole.scale:.0f} / rounds^{whole.exponent:.2f}"
+    return [*rows, ["the fit, and the exponents p", "", "", law, exponents]]
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ from torchtitan_diloco.components.run_plan import (
     log_plan,
     plan_run,
 )
-from torchtitan_diloco.components.same_model import check_same_model
+from torchtitan_diloco.components.same_model import check_same_meaning
 from torchtitan_diloco.components.sampling import build_sampler
 from torchtitan_diloco.components.skipped_steps import SkippedSteps
 from torchtitan_diloco.components.summary import log_summary
@@ -135,7 +135,7 @@ class Trainer:
     def _check_start(self, manifest: Manifest, *, goes_on: bool) -> None:
         """Raise if the checkpoint of a manifest has parameters or tokens of another meaning."""
         check_tokenizer(manifest, self.tokenizer.name, self.tokenizer.fingerprint)
-        check_same_model(manifest, self.config.model, goes_on=goes_on)
+        check_same_meaning(manifest, self.config.model, goes_on=goes_on)
 
     @property
     def step(self) -> int:

@@ -47,4 +47,4 @@ def test_the_table_says_what_is_measured_and_what_is_predicted(
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines()]
     assert ["25", "1", "+8.00", "+8.00", "+8.00"] in rows
     assert ["400", "0", "", "+0.25", "+0.25"] in rows, "with a beginning"
-    assert ["exponent p", "", "", "1.00", "1.00"] in rows
+    assert ["the fit, and the exponents p", "", "", "200 / rounds^1.00", "1.00"] in rows

@@ -41,7 +41,7 @@ from torchtitan_diloco.components.resume import (
     find_start,
     judge,
 )
-from torchtitan_diloco.components.same_model import check_same_model
+from torchtitan_diloco.components.same_model import check_same_meaning
 from torchtitan_diloco.components.saved_tensors import SavedTensors
 from torchtitan_diloco.config import load_config, to_toml
 from torchtitan_diloco.config.schema import Distributed
@@ -158,10 +158,10 @@ def test_settings_by_which_parameters_mean_something_else(
     manifest = replace(EMPTY, config=to_toml(load_config("debug", before)))
     model = load_config("debug", now).model
     if not named:
-        check_same_model(manifest, model, goes_on=goes_on)
+        check_same_meaning(manifest, model, goes_on=goes_on)
         return
     with pytest.raises(UserError) as caught:
-        check_same_model(manifest, model, goes_on=goes_on)
+        check_same_meaning(manifest, model, goes_on=goes_on)
     assert named in str(caught.value)
     several = str(caught.value).count(" (here ") > 1
     assert f"set {'these' if several else 'this'} as there" in str(caught.value)

@@ -165,7 +165,7 @@ def test_another_region_is_named(answers: Answers) -> None:
 
 
 def test_a_clock_may_be_wrong_for_some_time(answers: Answers) -> None:
-    """That of a machine that was paused is set again, and one at the start may stay wrong."""
+    """A machine that was paused sets its clock again. One that starts so may never do it."""
     answers.expect(403, "RequestTimeTooSkewed", RefusedError, "s3://run/x: .* set the clock")
     answers.status, answers.code = 404, "NoSuchKey"
     assert answers.bucket.get("a", large=False) is None

@@ -1,4 +1,4 @@
-"""What all ranks of a run must have in common: settings, and the code that computes."""
+"""Collect what all ranks of a run must have in common: settings, and the code that computes."""
 
 from collections.abc import Sequence
 

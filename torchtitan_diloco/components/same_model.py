@@ -14,12 +14,12 @@ from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.models.decoder import SHAPES, resolve_shape, settings_of_shape
 
 HEADS = ("heads", "kv_heads", "head_dim")
-"""Which rows of the projections belong together."""
+"""These say which rows of the projections belong together."""
 POSITIONS = ("rotary_base", "rotary_scaling")
-"""What positions are to attention. Training on longer sequences may begin with others."""
+"""How attention sees positions. A new run may change it, as to train on longer sequences."""
 
 
-def check_same_model(manifest: Manifest, model: Model, *, goes_on: bool) -> None:
+def check_same_meaning(manifest: Manifest, model: Model, *, goes_on: bool) -> None:
     """Raise if the parameters of a checkpoint would mean something else in a model.
 
     `goes_on`: the run goes on with it, instead of starting from that of another run.

@@ -82,7 +82,7 @@ NEEDED_SETTINGS = {
     "tokenizer_fingerprint": str,
     "vocab_size": int,
 }
-"""What the settings of an index must have, as other programs may write one, and of which type."""
+"""Settings that an index must have, as other programs may write one, and their types."""
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:

@@ -264,7 +264,7 @@ def named(kind: str, state: OuterState, buffer: Tensor, mesh: DeviceMesh | None 
 
 
 class Loaded(NamedTuple):
-    """What peers have to know of a saved state, beside the buffers."""
+    """Describes what peers have to know of a loaded state, beside the buffers that were filled."""
 
     fragments: list[FragmentFacts]
     """Facts of each fragment."""

@@ -62,10 +62,10 @@ from torchtitan_diloco.models.interface import copy_shard
 
 EXAMPLE = "def f(x):\n    return 3.14159 * x  # Größe, 模型, été\nThe quick brown fox isn't lazy."
 """Text that nearly all different tokenizers encode differently."""
-MAY_CHANGE = ("rotary_base", "rotary_scaling", "norm_epsilon")
-"""Settings of [model] with which training may go on otherwise than it began."""
+ADJUSTABLE = ("rotary_base", "rotary_scaling", "norm_epsilon")
+"""Settings of [model] that a run may change when it continues trained weights."""
 PRODUCER = "torchtitan_diloco"
-"""Who has written an export, in its metadata."""
+"""Name with which our exports say in their metadata who has written them."""
 SETTINGS_NAME = "config.toml"
 """Settings of the run beside an export for another run."""
 PART_BYTES = 1 << 20
@@ -292,7 +292,7 @@ def _differing_export(
     there = _read_model_section(settings)
     mine = settings_of_model(model)
     differing = {key: value for key, value in there.items() if value not in (None, mine.get(key))}
-    if changed := {key: differing.pop(key) for key in MAY_CHANGE if key in differing}:
+    if changed := {key: differing.pop(key) for key in ADJUSTABLE if key in differing}:
         listed = ", ".join(f"model.{key} = {value}" for key, value in changed.items())
         logger.warning(
             f'model.weights = "{path}" was trained with {listed}, and this run has other values: '

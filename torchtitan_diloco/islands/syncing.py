@@ -154,7 +154,8 @@ class SyncerProcess:
         """Wait until no other syncer leads, and return the newest decision."""
         watch = StandBy(died=read_session(self._scratch))
         is_said = False
-        damage, said_at = "", -math.inf
+        damage = ""
+        said_at = -math.inf
         while not self._stopping.is_set():
             try:
                 if self._run.drive(watch.watch(time.monotonic())):
@@ -164,7 +165,8 @@ class SyncerProcess:
             except MalformedError as error:  # the next decision may be whole
                 now = time.monotonic()
                 if str(error) != damage:
-                    damage, said_at = str(error), now
+                    damage = str(error)
+                    said_at = now
                     self._say(f"{self._run.location}: {damage}; trying again")
                 elif now - said_at >= DAMAGE_SECONDS:
                     said_at = now
