@@ -39,6 +39,8 @@ class Audit:
                 continue
             decision = decode_decision(stored.content, number)
             self.decisions[number] = decision
+            if not decision.is_founded:
+                continue  # a syncer that takes over here deletes the copies, and fetches them again
             for fragment, shared in enumerate(decision.fragments):
                 for named in shared.objects(fragment):
                     if named.kind in (VERSION, COPY) and named not in self.contents:
