@@ -24,7 +24,7 @@ from torchtitan_diloco.components.checkpoint_folder import Manifest
 from torchtitan_diloco.components.optimizer import gradient_norm
 from torchtitan_diloco.components.records import read_records
 from torchtitan_diloco.components.run_plan import AfterStep, RunPlan
-from torchtitan_diloco.components.sampling import Sampler
+from torchtitan_diloco.components.sampling import Prompt, Sampler
 from torchtitan_diloco.components.telemetry import StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config import Config, load_config, to_toml
@@ -255,7 +255,7 @@ def test_each_part_knows_whether_it_is_due(tmp_path: Path, after: AfterStep, exp
     never = Validator(0, model, [], world, outer)
     assert not never.is_due(after)
     for every in (4, 0):
-        sampler = Sampler(every, [], 8, build_tokenizer("bytes"), model, outer)
+        sampler = Sampler(every, Prompt([256], []), 8, build_tokenizer("bytes"), model, outer)
         assert sampler.is_due(after) == (every > 0 and "validate" in expected)
     assert saves(0, at_end=False) == (after.paused or after.asked_to_save)
     assert after.stops == (after.finished or after.paused or after.asked_to_stop)

@@ -112,7 +112,7 @@ class Trainer:
         self.group_entries = GroupEntries(self.optimizer)
         self.outer = self._build_outer_loop()
         self.validator = build_validator(config, tokenizer, self.model, self.outer, world)
-        self.sampler = build_sampler(config, tokenizer, self.model, self.outer)
+        self.sampler = build_sampler(config, tokenizer, self.model, self.outer, self.data)
         self.telemetry = self._build_telemetry()
         self.state = self._list_state()
 
@@ -360,6 +360,7 @@ class Trainer:
             workers=1 if self.config.diloco.method == "none" else self.world.workers,
             config=self.toml,
             tokenizer=self.tokenizer.fingerprint,
+            begins_documents=self.data.begins_documents,
             run=self.start.run,
             schedule_tokens=self.plan.schedule_tokens,
         )

@@ -14,7 +14,7 @@ from tests.components.test_telemetry import telemetry
 from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, curve, records, settings, train
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.components.sampling import Sampler
+from torchtitan_diloco.components.sampling import Prompt, Sampler
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.loader import ConfigError
 from torchtitan_diloco.data.tokenizer import build_tokenizer
@@ -82,7 +82,9 @@ def test_a_sample_that_fails_is_only_logged(
 
     outer = DataParallel(model)
     tokenizer = build_tokenizer("bytes")
-    sampler = Sampler(1, [5], sequence_length=32, tokenizer=tokenizer, model=model, outer=outer)
+    sampler = Sampler(
+        1, Prompt([], [5]), sequence_length=32, tokenizer=tokenizer, model=model, outer=outer
+    )
     with telemetry(tmp_path) as own:
         assert sampler.sample(3, own) >= 0
     assert caplog.messages == [f"no sample after step 3: {reason}"]

@@ -18,7 +18,7 @@ from torchtitan_diloco.data.mixture import SavedPosition
 from torchtitan_diloco.diloco.state_dict import OuterFacts
 
 Files = dict[str, tuple[int, int]]
-VERSION = 11
+VERSION = 12
 MANIFEST = "manifest.json"
 
 # --- the manifest ---------------------------------------------------------------------------------
@@ -37,6 +37,8 @@ class Manifest:
     """Settings of the run, as TOML."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer."""
+    begins_documents: bool = False
+    """Whether documents begin with the begin token of the tokenizer."""
     run: str = ""
     """Identity of the run, which goes on with it."""
     schedule_tokens: float = 0.0

@@ -104,6 +104,11 @@ class RunData:
                     "with a token at the end of each document"
                 )
 
+    @property
+    def begins_documents(self) -> bool:
+        """Whether a token precedes the documents, of one corpus at least."""
+        return any(shards.begin_token is not None for shards in self.corpora.values())
+
     def long_documents(self) -> Iterator[str]:
         """Yield a warning if there are corpora in which a mask of documents changes little."""
         means = {name: len(shards) / shards.documents for name, shards in self.corpora.items()}

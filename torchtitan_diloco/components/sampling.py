@@ -10,6 +10,7 @@ from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.tensors import drop_gathered
 from torchtitan_diloco.base.user import UserError, cause_of
 from torchtitan_diloco.components.records import SampleRecord
+from torchtitan_diloco.components.run_data import RunData
 from torchtitan_diloco.components.run_plan import AfterStep
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config.schema import Config, format_value
@@ -23,16 +24,41 @@ SAMPLE_TOKENS = 64
 """Most tokens of a sample after its prompt."""
 
 
-def encode_prompt(text: str, tokenizer: Tokenizer, sequence_length: int, source: str) -> list[int]:
+@dataclass(frozen=True)
+class Prompt:
+    begin: list[int]
+    """What precedes the text, as in training, and is not shown."""
+    text: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All that the model reads."""
+        return [*self.begin, *self.text]
+
+
+def encode_prompt(
+    text: str,
+    tokenizer: Tokenizer,
+    *,
+    begins_documents: bool,
+    sequence_length: int,
+    source: str,
+) -> Prompt:
     """Return the tokens of a prompt. Raise a UserError if the model cannot read all of them.
 
-    `source`: of the text, for the error.
+    `begins_documents`: as in `Manifest`. `source`: of the text, for the error.
     """
-    tokens: list[int] = tokenizer.encode(text).tolist()
-    if len(tokens) > sequence_length:
+    begin = list[int]()
+    if begins_documents and tokenizer.begin_of_document is not None:
+        begin = [tokenizer.begin_of_document]
+    elif not text:
+        begin = [tokenizer.end_of_document]  # a document follows the end of another one
+    prompt = Prompt(begin, tokenizer.encode(text).tolist())
+    if len(prompt.tokens) > sequence_length:
         limit = f"training.sequence_length = {sequence_length:,}"
-        raise UserError(f"{source} has {len(tokens):,} tokens, more than {limit}: shorten it")
-    return tokens
+        count = len(prompt.tokens)
+        raise UserError(f"{source} has {count:,} tokens, more than {limit}: shorten it")
+    return prompt
 
 
 # --- while a run trains ---------------------------------------------------------------------------
@@ -44,8 +70,8 @@ class Sampler:
 
     every: int
     """Steps between two samples, 0 for none."""
-    prompt: list[int]
-    """Tokens that a sample continues. Empty: it is the beginning of a document."""
+    prompt: Prompt
+    """What a sample continues."""
     sequence_length: int
     tokenizer: Tokenizer
     model: nn.Module
@@ -78,7 +104,7 @@ class Sampler:
             with self.outer.global_parameters():
                 (tokens,) = generate(
                     self.model,
-                    [self.prompt or [end]],
+                    [self.prompt.tokens],
                     vocab_size=self.tokenizer.vocab_size,
                     sequence_length=self.sequence_length,
                     max_new_tokens=SAMPLE_TOKENS,
@@ -92,18 +118,24 @@ class Sampler:
             self.model.train(was_training)
             drop_gathered(self.model)
         written = takewhile(lambda token: token != end, tokens)
-        return self.tokenizer.decode([*self.prompt, *written])
+        return self.tokenizer.decode([*self.prompt.text, *written])
 
 
 def build_sampler(
-    config: Config, tokenizer: Tokenizer, model: nn.Module, outer: OuterLoop
+    config: Config, tokenizer: Tokenizer, model: nn.Module, outer: OuterLoop, data: RunData
 ) -> Sampler:
     settings = config.validation
     length = config.training.sequence_length
     source = f"validation.sample_prompt = {format_value(settings.sample_prompt)}"
     return Sampler(
         every=settings.sample_every,
-        prompt=encode_prompt(settings.sample_prompt, tokenizer, length, source),
+        prompt=encode_prompt(
+            settings.sample_prompt,
+            tokenizer,
+            begins_documents=data.begins_documents,
+            sequence_length=length,
+            source=source,
+        ),
         sequence_length=length,
         tokenizer=tokenizer,
         model=model,

@@ -378,6 +378,12 @@ class TokenShards:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    @property
+    def begin_token(self) -> int | None:
+        """Token that precedes each document, if any."""
+        token: int | None = self.settings.get("begin_token")  # absent if another program wrote it
+        return token
+
     def read(self, start: int, stop: int) -> Tokens:
         """Return tokens start to stop - 1, also across pieces. The result may be read-only."""
         assert 0 <= start < stop <= len(self), f"{start}:{stop} of {len(self)} tokens"

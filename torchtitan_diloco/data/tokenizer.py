@@ -46,6 +46,7 @@ class Tokenizer:
     end_name: str = END_OF_DOCUMENT
     begin_of_document: int | None = None
     """Token that may precede a document, as in Llama 3."""
+    begin_name: str | None = None
     file: Path | None = None
     """The `tokenizer.json`."""
     encode: Callable[[str], Ids]
@@ -169,6 +170,7 @@ def _from_file(spec: str) -> Tokenizer:
         end_of_document=vocabulary[end],
         end_name=end,
         begin_of_document=None if begin is None else vocabulary[begin],
+        begin_name=begin,
         file=path,
         encode=encode,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),

@@ -98,7 +98,14 @@ def print_texts(saved: SavedModel, options: argparse.Namespace) -> None:
     tokenizer = saved.tokenizer
     length = saved.config.training.sequence_length
     prompts = [
-        encode_prompt(text, tokenizer, length, source) for source, text in read_prompts(options)
+        encode_prompt(
+            text,
+            tokenizer,
+            begins_documents=saved.begins_documents,
+            sequence_length=length,
+            source=source,
+        )
+        for source, text in read_prompts(options)
     ]
     model = saved.model.to(pick_device(options.device, local_rank=0))
     print(saved, file=sys.stderr)
@@ -107,7 +114,7 @@ def print_texts(saved: SavedModel, options: argparse.Namespace) -> None:
         batch = prompts[first : first + options.batch_size]
         continuations = generate(
             model,
-            [prompt or [end] for prompt in batch],
+            [prompt.tokens for prompt in batch],
             vocab_size=tokenizer.vocab_size,
             sequence_length=length,
             max_new_tokens=options.tokens,
@@ -120,7 +127,7 @@ def print_texts(saved: SavedModel, options: argparse.Namespace) -> None:
         for number, (prompt, tokens) in enumerate(pairs, start=first + 1):
             if len(prompts) > 1:
                 print(f"==> {number} of {len(prompts)} <==")
-            print(tokenizer.decode([*prompt, *tokens]), flush=True)
+            print(tokenizer.decode([*prompt.text, *tokens]), flush=True)
 
 
 def read_prompts(options: argparse.Namespace) -> list[tuple[str, str]]:
@@ -162,6 +169,7 @@ def export(saved: SavedModel, options: argparse.Namespace) -> None:
                 tokenizer=saved.tokenizer,
                 dtype=dtype,
                 sequence_length=length,
+                begins_documents=saved.begins_documents,
             )
         elif options.format == "torchtitan":
             save_torchtitan(folder, saved.model, dtype)

@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -64,6 +64,13 @@ MODULES = {
 }
 
 
+class Mark(NamedTuple):
+    """A token that begins or ends a document."""
+
+    name: str
+    number: int
+
+
 def save_hugging_face(
     folder: Path,
     model: nn.Module,
@@ -71,11 +78,23 @@ def save_hugging_face(
     dtype: torch.dtype,
     *,
     sequence_length: int,
+    begins_documents: bool = False,
 ) -> None:
-    """Write what `from_pretrained(folder)` loads. `sequence_length`: of training."""
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    """Write what `from_pretrained(folder)` loads.
+
+    `sequence_length`: of training. `begins_documents`: as in `Manifest`.
+    """
     # Training ends every document with this token, so it also precedes the next document.
-    special = dict.fromkeys(ids, tokenizer.end_of_document)
+    end = Mark(tokenizer.end_name, tokenizer.end_of_document)
+    begin = None
+    if begins_documents and tokenizer.begin_of_document is not None:
+        assert tokenizer.begin_name is not None
+        begin = Mark(tokenizer.begin_name, tokenizer.begin_of_document)
+    special = {
+        "bos_token_id": (begin or end).number,
+        "eos_token_id": end.number,
+        "pad_token_id": end.number,
+    }
     config = transformers_config(model, sequence_length)
     rows = config["vocab_size"]
     assert tokenizer.vocab_size <= rows
@@ -90,7 +109,7 @@ def save_hugging_face(
         values = model.get_parameter(name).detach().to(dtype).split(list(parts.values()))
         weights |= dict(zip(parts, values, strict=True))
     if tokenizer.file is not None:
-        shutil.copyfile(tokenizer.file, folder / TOKENIZER_NAME)
+        write_tokenizer(folder / TOKENIZER_NAME, tokenizer.file, begin)
     elif tokenizer.name == "bytes":
         files[TOKENIZER_NAME] = _byte_tokenizer(tokenizer)
     else:
@@ -99,7 +118,7 @@ def save_hugging_face(
             "tiktoken: put one with the same ids there"
         )
     length = config["max_position_embeddings"]
-    files["tokenizer_config.json"] = _tokenizer_config(tokenizer, length)
+    files["tokenizer_config.json"] = _tokenizer_config(begin or end, end, length)
     for name, content in files.items():
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         (folder / name).write_text(text, encoding="utf-8")
@@ -132,10 +151,48 @@ def transformers_config(model: nn.Module, length: int) -> dict[str, Any]:
     }
 
 
-def _tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+def write_tokenizer(path: Path, file: Path, begin: Mark | None) -> None:
+    """Write a tokenizer.json that adds to a text what precedes a document in training: the begin
+    token, or nothing. It is a copy of `file` if that does so."""
+    from tokenizers import Tokenizer as TokenizerFile
+
+    there = TokenizerFile.from_file(str(file))
+    there.no_padding()
+    plain = there.encode("a", add_special_tokens=False).ids
+    expected = plain if begin is None else [begin.number, *plain]
+    if there.encode("a").ids == expected:
+        shutil.copyfile(file, path)
+        return
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["post_processor"] = None if begin is None else _begin_processor(begin)
+    text = json.dumps(content, ensure_ascii=False)
+    path.write_text(text, encoding="utf-8")
+    added = "no token" if begin is None else begin.name
+    logger.info(f"{path} adds {added} before a text, as in training, unlike {file}")
+
+
+def _begin_processor(begin: Mark) -> dict[str, Any]:
+    def after_begin(sequence: str, number: int) -> list[dict[str, Any]]:
+        return [
+            {"SpecialToken": {"id": begin.name, "type_id": number}},
+            {"Sequence": {"id": sequence, "type_id": number}},
+        ]
+
+    token = {"id": begin.name, "ids": [begin.number], "tokens": [begin.name]}
+    return {
+        "type": "TemplateProcessing",
+        "single": after_begin("A", 0),
+        "pair": [*after_begin("A", 0), *after_begin("B", 1)],
+        "special_tokens": {begin.name: token},
+    }
+
+
+def _tokenizer_config(begin: Mark, end: Mark, length: int) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.end_name),
+        "bos_token": begin.name,
+        "eos_token": end.name,
+        "pad_token": end.name,
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": length,
         "padding_side": "left",  # where `generate` needs it

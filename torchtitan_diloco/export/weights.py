@@ -78,6 +78,8 @@ class SavedModel:
     """Settings that the checkpoint was saved with."""
     model: nn.Module
     tokenizer: Tokenizer
+    begins_documents: bool
+    """Whether documents begin with the begin token of the tokenizer."""
     step: int
     path: Path
     """Folder of the checkpoint."""
@@ -112,7 +114,12 @@ def _open(path: Path) -> SavedModel:
         tensors[shared if shared in saved.shapes else MODEL + name] = parameter.detach()
     saved.fill(tensors)
     return SavedModel(
-        config=config, model=model, tokenizer=tokenizer, step=manifest.step, path=path
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        begins_documents=manifest.begins_documents,
+        step=manifest.step,
+        path=path,
     )
 
 
