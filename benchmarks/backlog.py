@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from string import Formatter
 
@@ -47,10 +47,12 @@ def read_entries() -> list[Entry]:
     return msgspec.convert(content["entry"], list[Entry])
 
 
-def run_entries(entries: Sequence[Entry], values: Mapping[str, str], seconds: float) -> list[str]:
-    """Run the entries until the time is over. Return a line about each."""
+def run_entries(
+    entries: Mapping[int, Entry], values: Mapping[str, str], seconds: float
+) -> list[str]:
+    """Run the entries, by their numbers, until the time is over. Return a line about each."""
     end, lines = time.monotonic() + seconds, list[str]()
-    for number, entry in enumerate(entries, start=1):
+    for number, entry in entries.items():
         minutes = int((end - time.monotonic()) / 60)
         missing = sorted(entry.needs - values.keys())
         if missing:
@@ -83,7 +85,7 @@ def main() -> None:
             parser.error(f"--text {name}{equals}{paths}: give NAME=PATHS; there are {known}")
     values = {"out": str(options.out.resolve())} | {name: paths for name, _, paths in pairs}
     os.nice(LOW_PRIORITY)
-    chosen = [entries[int(number) - 1] for number in options.only]
+    chosen = {int(number): entries[int(number) - 1] for number in options.only}
     print("\n".join(run_entries(chosen, values, 60.0 * options.minutes)))
 
 

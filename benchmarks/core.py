@@ -175,16 +175,23 @@ def steps_of(records: Sequence[Record]) -> list[Record]:
 
 
 def train_kept(
-    folder: Path, settings: Settings, *, seconds: float = math.inf, keep_checkpoints: bool = False
+    folder: Path,
+    settings: Settings,
+    *,
+    seconds: float = math.inf,
+    keep_checkpoints: bool = False,
+    made_by: Record | None = None,
 ) -> Record:
-    """Return the losses, speed and bytes of a run, which are kept in `folder`."""
+    """Return the losses, speed and bytes of a run, which are kept in `folder`, and what its result
+    says of the call that has trained it."""
 
     def measure() -> Record:
         started, workers = time.monotonic(), settings.get("diloco.workers", "1")
         records = train(folder / "run", settings, seconds=seconds, NPROC=workers)
         for checkpoint in [] if keep_checkpoints else folder.glob("run/worker-*/step-*"):
             shutil.rmtree(checkpoint)
-        return summarize_run(records) | {"seconds": time.monotonic() - started}
+        seconds_taken = {"seconds": time.monotonic() - started}  # by the last call, if continued
+        return summarize_run(records) | seconds_taken | (made_by or {})
 
     return kept(folder, settings, measure)
 
@@ -229,8 +236,12 @@ def train_all(
     seconds: float = math.inf,
     *,
     keep_checkpoints: bool = False,
+    made_by: Record | None = None,
 ) -> dict[Key, Record]:
-    """Train runs in their order, `jobs` at a time, without those that do not end in `seconds`."""
+    """Train runs in their order, `jobs` at a time, without those that do not end in `seconds`.
+
+    `made_by`: what the results of the runs that this call trains say of it.
+    """
     end = time.monotonic() + seconds
 
     def train_one(key: Key) -> Record | None:
@@ -241,6 +252,7 @@ def train_all(
                 runs[key],
                 seconds=end - time.monotonic(),
                 keep_checkpoints=keep_checkpoints,
+                made_by=made_by,
             )
         except CutError:
             print(f"{key}: cut", flush=True)
@@ -317,7 +329,7 @@ def summary(
 
 
 def against(losses: Mapping[int, float], control: Mapping[int, float]) -> str:
-    """Compare losses by seed, as runs of the same seed have much of their noise in common."""
+    """Compare losses with those of the control of the same seed."""
     more = [100 * (losses[seed] / control[seed] - 1) for seed in losses if seed in control]
     return f"{summary(more, '+.2f', middle=statistics.mean)} %" if more else ""
 

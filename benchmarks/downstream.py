@@ -6,7 +6,7 @@ For each seed this trains a model with data parallelism and one with streaming, 
 or it takes the checkpoints of finished runs (`--runs DIR ...`). The control, the merged model
 (shared parameters) and a single worker (its own parameters) answer questions of the tasks in
 benchmarks/downstream_tasks.py, before and after the same fine-tuning on other questions. A task
-counts where the control clearly beats chance: `counts`. Finished parts are kept in --out, so that
+counts where a model clearly beats chance: `counts`. Finished parts are kept in --out, so that
 the same command continues. Without --corpus, the text is the source of Python's standard library.
 """
 
@@ -14,11 +14,10 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -28,10 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks import core, scale
+from benchmarks import core, records, scale
 from benchmarks.downstream_tasks import TASKS, Example, Text, examples_of_all
 from torchtitan_diloco.base.formatting import markdown_table
-from torchtitan_diloco.base.hardware import describe_device
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint import MODEL
 from torchtitan_diloco.components.checkpoint_folder import complete_checkpoints, read_manifest
@@ -53,7 +51,7 @@ PAIRS_AT_ONCE = 128
 HELD_OUT_TOKENS = 2_000_000
 """Tokens of held-out text of all corpora that examples are made from, at most."""
 CLEARLY, LIKELY = 0.99, 0.95
-"""One-sided confidence that the control beats chance, and two-sided confidence of a difference."""
+"""One-sided confidence that a model beats chance, and two-sided confidence of a difference."""
 CONTROL = "data parallel"
 PHASES = "before", "after"
 WARM_UP = "0.2"
@@ -131,7 +129,10 @@ def common_facts(saved: SavedModel) -> dict[str, object]:
     return {
         "tokens": manifest.tokens,
         "model": config.model,
-        "optimizer": config.optimizer.name,
+        "optimizer": config.optimizer,
+        "learning-rate schedule": config.lr_schedule,
+        "sequence length": config.training.sequence_length,
+        "batch": config.training.global_batch_size,
         "tokenizer": saved.tokenizer.fingerprint,
         "corpus or mixture": mixed(config.data.weights),
         "phases": [(phase.start, mixed(phase.mixture)) for phase in config.data.phases],
@@ -262,11 +263,8 @@ def measure(source: Source, count: int, steps: int) -> core.Record:
     fine_tune(saved, lessons, steps)
     after = {task: answer(saved, examples) for task, examples in tests.items()}
     return {
-        "date": date.today().isoformat(),
-        "hardware": describe_device(device),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "command": " ".join([".venv/bin/python -m benchmarks.downstream", *sys.argv[1:]]),
+        **asdict(records.provenance("benchmarks.downstream", sys.argv[1:], device)),
+        "settings": settings_of_run(source.run),
         "parameters": parameter_counts(saved.model)["total"],
         "tokens": read_manifest(saved.path).tokens,
         "loss": loss,
@@ -275,12 +273,12 @@ def measure(source: Source, count: int, steps: int) -> core.Record:
     }
 
 
-def commit() -> str:
-    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+def settings_of_run(run: Path) -> core.Settings:
+    """Return the settings with which this benchmark trained a run, without those of its text. Empty
+    for a run of somebody else."""
+    file = run.parent / core.FINISHED
+    settings: core.Settings = json.loads(file.read_text())["settings"] if file.exists() else {}
+    return {key: value for key, value in settings.items() if key not in records.TEXT_SETTINGS}
 
 
 def measure_kept(out: Path, source: Source, count: int, steps: int) -> core.Record:
@@ -305,14 +303,14 @@ def share(answers: str) -> float:
     return answers.count("1") / len(answers)
 
 
-def counts(control: Sequence[str], chance: float) -> bool:
-    """Return whether the answers of the control, by seed, clearly beat chance.
+def counts(of_seeds: Sequence[str], chance: float) -> bool:
+    """Return whether the answers of a model, by seed, clearly beat chance.
 
     The lower end of Wilson's interval has to be above chance. All seeds answer the same questions,
     so that they do not make the interval narrower.
     """
-    mean, z = statistics.mean(map(share, control)), statistics.NormalDist().inv_cdf(CLEARLY)
-    n = len(control[0])
+    mean, z = statistics.mean(map(share, of_seeds)), statistics.NormalDist().inv_cdf(CLEARLY)
+    n = len(of_seeds[0])
     spread = z * math.sqrt(mean * (1 - mean) / n + (z / n) ** 2 / 4)
     return (mean + z**2 / (2 * n) - spread) / (1 + z**2 / n) > chance
 
@@ -352,7 +350,11 @@ def loss_rows(results: Results, names: Sequence[str]) -> list[list[str]]:
 
 
 def answer_rows(results: Results, names: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Return the rows of tasks that count, and a line for each of the others."""
+    """Return the rows of tasks that count, and a line for each of the others.
+
+    A task counts if any model clearly beats chance: were only the control asked, tasks that it
+    alone has learned would be shown, and those that it alone has not learned would be left out.
+    """
     rows, others = [], []
     chances = next(iter(results.values()))["chance"]
     for task, phase in product(chances, PHASES):
@@ -360,10 +362,12 @@ def answer_rows(results: Results, names: Sequence[str]) -> tuple[list[list[str]]
             name: {seed: result[phase][task] for seed, result in of_model(results, name).items()}
             for name in names
         }
-        control, chance = answers.pop(CONTROL), chances[task]
+        chance = chances[task]
+        does_count = any(counts([*of_seeds.values()], chance) for of_seeds in answers.values())
+        control = answers.pop(CONTROL)
         shares = [100 * share(one) for one in control.values()]
         right = core.summary(shares, ".1f", middle=statistics.mean)
-        if counts([*control.values()], chance):
+        if does_count:
             points = [difference(of_seeds, control) for of_seeds in answers.values()]
             rows.append([task, phase, f"{100 * chance:.1f}", right, *points])
         else:
@@ -381,14 +385,14 @@ def write_results(out: Path, results: Results, count: int, steps: int) -> None:
     answers = markdown_table([*ANSWERS.split(" | "), *names[1:]], rows)
     text = (
         f"{first['parameters'] / 1e6:.2f}M parameters, {first['tokens'] / 1e6:.1f}M tokens, seeds "
-        f"{seeds}; {first['hardware']}; torch {first['torch']}\n\n{losses}\n\n"
+        f"{seeds}; {first['device']}; {first['versions']}\n\n{losses}\n\n"
         f"right answers to {count:,} questions of each task, before and after {steps} steps of "
         "fine-tuning, of the control in %, of the others in points more; mean (least ... greatest) "
         f"of the seeds, ± what the draw of the questions leaves open ({LIKELY:.0%})\n\n{answers}\n"
     )
     if others:
         listed = "".join(f"\n- {line}" for line in others)
-        text += f"\nNot counted, as the control does not clearly beat chance:\n{listed}\n"
+        text += f"\nNot counted, as no model clearly beats chance:\n{listed}\n"
     (out / "table.md").write_text(text)
     with (out / "results.jsonl").open("w") as file:
         for source, result in results.items():

@@ -132,14 +132,27 @@ def match_bracket(text: Text, draw: random.Random) -> Example:
 
 
 def add_numbers(_: Text, draw: random.Random) -> Example:
-    """Ask for the sum of two numbers of three digits, beside others with one digit changed."""
+    """Ask for the sum of two numbers of three digits, beside others with one or two of two digits
+    changed.
+
+    The choices are all combinations of two digits in two places, so that whoever only prefers some
+    digits to others is right in a quarter of the questions.
+    """
     total = draw.randint(200, 999)
     first = draw.randint(100, total - 100)
-    wrong = []
-    for place, digit in enumerate(digits := str(total)):
-        others = [other for other in "123456789" if other != digit]
-        wrong.append(f" {digits[:place]}{draw.choice(others)}{digits[place + 1 :]}")
-    return example_of(f"{first} + {total - first} =", f" {total}", wrong, draw)
+    digits = str(total)
+    places = draw.sample(range(3), 2)
+    changed = {
+        place: draw.choice([digit for digit in "123456789" if digit != digits[place]])
+        for place in places
+    }
+    wrong = [
+        "".join(changed[place] if place in chosen else digits[place] for place in range(3))
+        for chosen in (places[:1], places[1:], places)
+    ]
+    return example_of(
+        f"{first} + {total - first} =", f" {total}", [f" {number}" for number in wrong], draw
+    )
 
 
 TASKS: dict[str, Callable[[Text, random.Random], Example]] = {

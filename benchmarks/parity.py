@@ -16,7 +16,7 @@ import statistics
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,6 @@ from benchmarks import core, records
 from torchtitan_diloco.data.prepare import main as prepare_main
 
 CONTROL = "data parallel"
-TEXT_SETTINGS = ("data.corpus", "data.validation_corpus")
 RESERVED = {
     "run.folder",
     *("run.seed", "data.corpus", "diloco.method", "diloco.workers", "diloco.sync_every"),
@@ -143,7 +142,7 @@ def print_losses(table: Table, results: Mapping[Run, core.Record]) -> None:
             f"1/{savings[name]:,.0f}" if savings[name] else "-",
             str(len(losses[name])),
             core.summary(list(losses[name].values()), ".4f", middle=statistics.mean),
-            "" if name == control else core.against(losses[name], losses[control]),
+            "" if name == control else core.against(losses[name], losses.get(control, {})),
             "" if first in (name, control) else core.against(losses[name], losses[first]),
             table.papers.get(name, ""),
         ]
@@ -169,7 +168,7 @@ def record_runs(
             "text": text,
             **result,
             "settings": {
-                key: value for key, value in seeded[run].items() if key not in TEXT_SETTINGS
+                key: value for key, value in seeded[run].items() if key not in records.TEXT_SETTINGS
             },
         }
         for run, result in results.items()
@@ -225,7 +224,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     made_by = records.provenance("benchmarks.parity", sys.argv[1:], core.CPU)
     seconds = 60.0 * options.minutes if options.minutes else math.inf
-    results = core.train_all(options.out, seeded, options.jobs, seconds)
+    results = core.train_all(options.out, seeded, options.jobs, seconds, made_by=asdict(made_by))
     if not results:
         sys.exit("no run was finished: the same command continues those that were begun")
     print_losses(table, results)

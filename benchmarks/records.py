@@ -25,6 +25,8 @@ from torchtitan_diloco.base.user import REPOSITORY
 from torchtitan_diloco.components.records import read_json_lines
 
 RECORDS = REPOSITORY / "benchmarks" / "records"
+TEXT_SETTINGS = "data.corpus", "data.validation_corpus"
+"""Settings whose values are paths of one machine. A record names its text."""
 FILE_OPTIONS = "--out", "--work", "--records"
 """Options whose values are folders of one machine, which no record needs."""
 
@@ -93,8 +95,9 @@ def describe_versions() -> str:
 
 
 def stamped(records: Iterable[Record], made_by: Provenance) -> list[Record]:
-    """Return the records with where and how they were made."""
-    return [record | asdict(made_by) for record in records]
+    """Return the records with where and how they were made, as far as they do not say it: a run
+    that an earlier call has finished does."""
+    return [asdict(made_by) | record for record in records]
 
 
 def write(path: Path, records: Iterable[Record]) -> None:

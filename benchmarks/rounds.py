@@ -21,6 +21,7 @@ from benchmarks.parity import expand, read_tables
 TABLE = "rounds"
 KINDS = {"no beginning": "", "a beginning of 0.1": ", beginning 0.1"}
 EXPONENTS = [number / 100 for number in range(301)]
+"""Those that are tried. With the largest one, only the fewest rounds say something."""
 
 Gaps = dict[int, dict[int, float]]
 """Difference from the control in percent, by seed and number of rounds."""
@@ -83,6 +84,8 @@ def rows_of(gaps: Gaps, at: Sequence[int]) -> list[list[str]]:
         for rounds in sorted({*measured, *at})
     ]
     exponents = core.summary([law.exponent for law in fits], ".2f")
+    if any(law.exponent == EXPONENTS[-1] for law in fits):
+        exponents += f"; {EXPONENTS[-1]:.2f} is the largest that is tried"
     law = f"{whole.scale:.0f} / rounds^{whole.exponent:.2f}"
     return [*rows, ["the fit, and the exponents p", "", "", law, exponents]]
 

@@ -30,6 +30,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -249,17 +250,22 @@ def plan_ratio(
     return max(0, fewest)
 
 
-def matches(record: core.Record, run: Run) -> bool:
+def session_settings(extra: core.Settings) -> str:
+    """Return the settings that a call has given to all its runs, for their records."""
+    return " ".join(f"{key}={value}" for key, value in sorted(extra.items()))
+
+
+def matches(record: core.Record, run: Run, extra: core.Settings) -> bool:
     """Return whether a record is of this run to its end, with any text and number of tokens."""
-    names = run.names
+    names = run.names | {"extra": session_settings(extra)}
     return bool(record["finished"]) and {key: record[key] for key in names} == names
 
 
-def is_complete(runs: Sequence[Run], known: Sequence[core.Record]) -> bool:
+def is_complete(runs: Sequence[Run], known: Sequence[core.Record], extra: core.Settings) -> bool:
     """Return whether the records have all runs of a stage, with one text and as many tokens."""
     groups: dict[tuple[object, ...], set[Run]] = {}
     for record, run in product(known, runs):
-        if matches(record, run):
+        if matches(record, run, extra):
             key = record["text"], record["tokenizer"], record["tokens_per_parameter"]
             groups.setdefault(key, set()).add(run)
     return any(len(group) == len(runs) for group in groups.values())
@@ -313,7 +319,9 @@ class Session(NamedTuple):
         begun.write_text(json.dumps(plan | {str(stage): ratio}))
         return ratio
 
-    def train(self, stage: Stage, runs: Sequence[Run], *, full: bool) -> list[core.Record]:
+    def train(
+        self, stage: Stage, runs: Sequence[Run], made_by: records.Provenance, *, full: bool
+    ) -> list[core.Record]:
         """Train the runs of a stage, and return their records: of those that were cut, too."""
         text = self.text_of(stage)
         ratio = self.ratio_of(stage, runs, text, full=full)
@@ -330,7 +338,12 @@ class Session(NamedTuple):
         settings = {run: settings_of(run, text.settings, self.extra, ratio) for run in runs}
         folder = self.work / "runs"
         finished = core.train_all(
-            folder, settings, self.at_once, self.left(), keep_checkpoints=True
+            folder,
+            settings,
+            self.at_once,
+            self.left(),
+            keep_checkpoints=True,
+            made_by=asdict(made_by),
         )
         results = {
             run: finished.get(run) or read_cut(core.run_folder(folder, run, settings[run]) / "run")
@@ -340,6 +353,7 @@ class Session(NamedTuple):
             {
                 **run.names,
                 "finished": run in finished,
+                "extra": session_settings(self.extra),
                 "tokens_per_parameter": ratio,
                 **text.about,
                 **result,
@@ -435,11 +449,11 @@ def main() -> None:
     for stage, runs in stages.items():
         for run in runs:
             core.load(settings_of(run, {"data.tokenizer": "bytes"}, session.extra, 1.0))
-        if is_complete(runs, known):
+        if is_complete(runs, known, session.extra):
             print(f"{stage}: the records have it already")
             continue
         try:
-            results = session.train(stage, runs, full=bool(measured))
+            results = session.train(stage, runs, made_by, full=bool(measured))
         except UserError as error:
             parser.error(f"--corpus: {error}")
         if not results:
@@ -447,7 +461,7 @@ def main() -> None:
         measured += records.stamped(results, made_by)
         records.write(options.out / records.file_name("scale", made_by), measured)
         scale_results.write(options.out, [*known, *measured], measured)
-    if all(is_complete(runs, [*known, *measured]) for runs in stages.values()):
+    if all(is_complete(runs, [*known, *measured], session.extra) for runs in stages.values()):
         print("nothing is left to measure: add --sizes, --optimizers or --seeds, or see --show")
     elif not measured:
         sys.exit("nothing was measured: give more --minutes, fewer --seeds, or smaller --sizes")

@@ -55,8 +55,9 @@ class Pair(NamedTuple):
     @property
     def group(self) -> tuple[object, ...]:
         """What runs of other seeds have in common with this one."""
-        keys = "size", "optimizer", "workers", "every", "beginning", "tokens_per_parameter", "text"
-        return (*(self.row[key] for key in (*keys, "device")), self.is_whole)
+        of_run = "size", "optimizer", "workers", "every", "beginning"
+        of_call = "tokens_per_parameter", "text", "extra", "device"
+        return (*(self.row[key] for key in (*of_run, *of_call)), self.is_whole)
 
 
 def find_pairs(records: Sequence[core.Record]) -> list[Pair]:
@@ -64,7 +65,7 @@ def find_pairs(records: Sequence[core.Record]) -> list[Pair]:
 
     A run that was cut is compared at the last tokens after which both were validated.
     """
-    same = "stage", "seed", "text", "tokenizer", "tokens_per_parameter", "device"
+    same = "stage", "seed", "text", "tokenizer", "tokens_per_parameter", "extra", "device"
     controls = {tuple(one[key] for key in same): one for one in records if not one["every"]}
     pairs = list[Pair]()
     for row in records:
@@ -135,7 +136,7 @@ def draw_sizes(records: Sequence[core.Record], path: Path) -> None:
     for number, (name, points) in enumerate(sorted(curves.items())):
         sizes, means, below, above = zip(*sorted(points), strict=True)
         color = series_color(number)
-        axes.errorbar(sizes, means, [below, above], fmt="o-", color=color, capsize=4, label=name)
+        axes.errorbar(sizes, means, [below, above], fmt="o", color=color, capsize=4, label=name)
     for (name, losses), mark in zip(list(PAPER.items())[1:], "sD", strict=True):
         axes.plot(
             [1e6 * size for size in losses],

@@ -50,7 +50,7 @@ def test_entries_run_in_order_until_the_time_is_over(
         backlog.Entry("second", "c", ""),
         backlog.Entry("third", "d", ""),
     ]
-    lines = backlog.run_entries(entries, {"out": "x y"}, 210.0)
+    lines = backlog.run_entries(dict(enumerate(entries, start=1)), {"out": "x y"}, 210.0)
     assert called == ["-m a --out x y --minutes 3", "-m c --minutes 1"]
     assert lines == [
         "1. first: done",

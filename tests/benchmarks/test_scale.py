@@ -27,6 +27,7 @@ def record_of(run: Run, loss: float, **other: Any) -> core.Record:
     made = {
         **run.names,
         "finished": True,
+        "extra": "",
         "tokens_per_parameter": 20,
         "tokenizer": "bytes",
         "text": "abc",
@@ -79,7 +80,7 @@ def test_a_beginning_is_a_run_of_its_own_in_the_plan_and_in_the_table() -> None:
     ]
     assert lengths == [0, 0.1]
     known = [record_of(control, 2.0), record_of(without, 2.04)]
-    assert not scale.is_complete([control, without, with_one], known)
+    assert not scale.is_complete([control, without, with_one], known, {})
     lines = scale_results.table([*known, record_of(with_one, 2.02)]).splitlines()[2:]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [(row[3], row[7]) for row in rows] == [
@@ -90,12 +91,12 @@ def test_a_beginning_is_a_run_of_its_own_in_the_plan_and_in_the_table() -> None:
 
 def test_a_stage_is_complete_with_one_text_and_equal_tokens() -> None:
     known = [record_of(run, 2.0) for run in RUNS]
-    assert scale.is_complete(RUNS, known)
-    assert not scale.is_complete(RUNS, known[1:])
+    assert scale.is_complete(RUNS, known, {})
+    assert not scale.is_complete(RUNS, known[1:], {})
     for other in ({"finished": False}, {"text": "def"}, {"tokens_per_parameter": 5}):
-        assert not scale.is_complete(RUNS, [known[0] | other, *known[1:]])
+        assert not scale.is_complete(RUNS, [known[0] | other, *known[1:]], {})
     other_stage = runs_of(Stage(STAGE.size, "muon"), (2, 4), (30,), (0, 1))
-    assert not scale.is_complete(other_stage, known)
+    assert not scale.is_complete(other_stage, known, {})
 
 
 @pytest.mark.parametrize(("size", "workers"), list(product((1, 4, 15, 35, 100), (1, 2, 4, 8))))

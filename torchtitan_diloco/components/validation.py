@@ -31,7 +31,7 @@ from torchtitan_diloco.distributed.world import World
 
 
 class HeldOut(NamedTuple):
-    """The first held-out sequences of one corpus."""
+    """Held-out sequences of one corpus."""
 
     name: str
     """Name of the corpus in the settings, by which it has its weight."""

@@ -304,7 +304,8 @@ class Validation:
     every: NotNegative = 500
     """Steps between two validations. The last step is validated too. 0: no validation at all."""
     sequences: Positive = 512
-    """Held-out sequences per validation over all ranks, or all of them if there are fewer."""
+    """Held-out sequences per validation over all ranks, spaced evenly over the held-out text, or
+    all of them if there are fewer."""
     sample_every: NotNegative = 0
     """Steps between two samples, which are logged, recorded and shown on the boards. The last step
     has one, too. 0: none."""

@@ -216,7 +216,7 @@ class TrainLoader:
 
 
 class ValidationBatches:
-    """The first sequences of a split.
+    """Sequences of a split, spaced evenly, so that few of them represent all of it.
 
     Every rank has the same number of batches of the same shape, as collectives require. The targets
     of padding are IGNORE_INDEX.
@@ -248,7 +248,8 @@ class ValidationBatches:
             first = (number * self._ranks + self._rank) * self._batch_size
             wanted = np.arange(first, first + self._batch_size)
             # Past the end, repeat the last sequence and ignore its targets.
-            inputs, targets = self._reader[np.minimum(wanted, self.sequences - 1)]
+            places = np.minimum(wanted, self.sequences - 1)
+            inputs, targets = self._reader[places * self._reader.sequences // self.sequences]
             targets[torch.from_numpy(wanted >= self.sequences)] = IGNORE_INDEX
             yield inputs, targets
 
