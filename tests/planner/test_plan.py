@@ -152,7 +152,7 @@ def test_what_a_preset_needs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_plan_is_written_as_a_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written = tmp_path / "here.toml"
+    written = tmp_path / "made/here.toml"
     words = ["--config", "1b", "--bandwidth", "300Mbit", "--step-time", "0.5s"]
     words += ["--diloco.workers", "4", "--write", str(written)]
     output(capsys, *words)
@@ -258,7 +258,7 @@ MISTAKES = [
     (["--table", "--bandwidth", "1Gbit"], r"--bandwidth is not used with --table: remove it"),
     (plan("--gpus", "4"), r"--gpus is only used with --presets: remove it"),
     (["--table", "--gpu", "4"], r"--gpu: --table takes no settings"),
-    (plan("--write", "nowhere/plan.toml"), r"No such file or directory: give the path of a new"),
+    (plan("--write", "/dev/null/plan.toml"), r"File exists: give the path of a new file"),
     (plan("--training.global_batch_size", "none", "--write", "x.toml"), r"cannot be written"),
 ]
 

@@ -244,6 +244,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
             options.write, options.config, config=config, diloco=best, comment=comment
         )
         try:
+            options.write.parent.mkdir(parents=True, exist_ok=True)
             with options.write.open("x", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
