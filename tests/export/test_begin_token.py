@@ -11,7 +11,7 @@ from torchtitan_diloco.data.prepare import prepare
 from torchtitan_diloco.data.text import open_corpus
 from torchtitan_diloco.data.tokenizer import build_tokenizer, train_tokenizer
 from torchtitan_diloco.export import __main__ as commands
-from torchtitan_diloco.export.hugging_face import Mark, write_tokenizer
+from torchtitan_diloco.export.hugging_face import SpecialToken, write_tokenizer
 from torchtitan_diloco.export.weights import SavedModel, open_saved
 from torchtitan_diloco.models.generation import generate
 
@@ -125,7 +125,7 @@ def test_a_begin_token_is_added_to_a_tokenizer_that_adds_none(run: Path, tmp_pat
     published = save_llama_tokenizer(tmp_path / "published.json")
     write_tokenizer(tmp_path / "without.json", Path(published), None)
     assert saved.tokenizer.begin_of_document is not None
-    mark = Mark(BEGIN, saved.tokenizer.begin_of_document)
+    mark = SpecialToken(BEGIN, saved.tokenizer.begin_of_document)
     write_tokenizer(tmp_path / "with.json", tmp_path / "without.json", mark)
     without, with_begin = (
         Tokenizer.from_file(str(tmp_path / f"{name}.json")) for name in ("without", "with")

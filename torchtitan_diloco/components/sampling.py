@@ -26,8 +26,10 @@ SAMPLE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Prompt:
+    """The tokens of a text that a model continues."""
+
     begin: list[int]
-    """What precedes the text, as in training, and is not shown."""
+    """Tokens that precede the text, as in training. They are not shown."""
     text: list[int]
 
     @property
@@ -71,7 +73,7 @@ class Sampler:
     every: int
     """Steps between two samples, 0 for none."""
     prompt: Prompt
-    """What a sample continues."""
+    """The text that each sample continues."""
     sequence_length: int
     tokenizer: Tokenizer
     model: nn.Module

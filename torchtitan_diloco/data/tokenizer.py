@@ -26,7 +26,7 @@ ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im
 BEGINS = ("<|begin_of_text|>", "<s>", "<bos>")
 FEWEST = 257
 """Smallest vocabulary that can be trained."""
-LARGEST = 2**24
+LARGEST_VOCABULARY = 2**24
 """Largest vocabulary that can be trained: memory is reserved for it."""
 USUAL = 32_000
 """Vocabulary that is trained by default."""
@@ -224,8 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.vocab_size < FEWEST:
             reason = f"give at least {FEWEST}, the bytes and {END_OF_DOCUMENT}"
             raise UserError(f"--vocab-size {options.vocab_size}: {reason}")
-        if options.vocab_size > LARGEST:
-            raise UserError(f"--vocab-size {options.vocab_size}: give at most {LARGEST:,}")
+        if options.vocab_size > LARGEST_VOCABULARY:
+            raise UserError(
+                f"--vocab-size {options.vocab_size}: give at most {LARGEST_VOCABULARY:,}"
+            )
         if options.out.is_file():
             raise UserError(f"--out {options.out} exists: give another path, or delete it")
         corpus = open_source(options.source, options.text_field)

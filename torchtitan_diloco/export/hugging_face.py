@@ -64,7 +64,7 @@ MODULES = {
 }
 
 
-class Mark(NamedTuple):
+class SpecialToken(NamedTuple):
     """A token that begins or ends a document."""
 
     name: str
@@ -85,11 +85,11 @@ def save_hugging_face(
     `sequence_length`: of training. `begins_documents`: as in `Manifest`.
     """
     # Training ends every document with this token, so it also precedes the next document.
-    end = Mark(tokenizer.end_name, tokenizer.end_of_document)
+    end = SpecialToken(tokenizer.end_name, tokenizer.end_of_document)
     begin = None
     if begins_documents and tokenizer.begin_of_document is not None:
         assert tokenizer.begin_name is not None
-        begin = Mark(tokenizer.begin_name, tokenizer.begin_of_document)
+        begin = SpecialToken(tokenizer.begin_name, tokenizer.begin_of_document)
     special = {
         "bos_token_id": (begin or end).number,
         "eos_token_id": end.number,
@@ -151,7 +151,7 @@ def transformers_config(model: nn.Module, length: int) -> dict[str, Any]:
     }
 
 
-def write_tokenizer(path: Path, file: Path, begin: Mark | None) -> None:
+def write_tokenizer(path: Path, file: Path, begin: SpecialToken | None) -> None:
     """Write a tokenizer.json that adds to a text what precedes a document in training: the begin
     token, or nothing. It is a copy of `file` if that does so."""
     from tokenizers import Tokenizer as TokenizerFile
@@ -171,7 +171,7 @@ def write_tokenizer(path: Path, file: Path, begin: Mark | None) -> None:
     logger.info(f"{path} adds {added} before a text, as in training, unlike {file}")
 
 
-def _begin_processor(begin: Mark) -> dict[str, Any]:
+def _begin_processor(begin: SpecialToken) -> dict[str, Any]:
     def after_begin(sequence: str, number: int) -> list[dict[str, Any]]:
         return [
             {"SpecialToken": {"id": begin.name, "type_id": number}},
@@ -187,7 +187,7 @@ def _begin_processor(begin: Mark) -> dict[str, Any]:
     }
 
 
-def _tokenizer_config(begin: Mark, end: Mark, length: int) -> dict[str, Any]:
+def _tokenizer_config(begin: SpecialToken, end: SpecialToken, length: int) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": begin.name,

@@ -61,7 +61,7 @@ FINAL_CODES = re.compile(r"<Code>(?:\w*Immutable\w*|InvalidBucketState)</Code>")
 ANSWERED = "there is an answer from there: check the server, and proxies on the way to it"
 """Remedy if a server has answered with an error until the end of the attempts."""
 OTHER_REGION = ("incorrectly configured region",)
-"""What obstore says of any redirect without an address. It may also be one of a proxy."""
+"""Message of obstore about any redirect without an address, which may also be one of a proxy."""
 LOGIN_REMEDY = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
     "gs": "set GOOGLE_SERVICE_ACCOUNT to the path of a key",
