@@ -92,7 +92,9 @@ def test_islands_stop_are_killed_and_go_on(tmp_path: Path, ranks: int) -> None:
     assert read_manifest(last(tmp_path / "a")).step >= 60
     assert [len(slot.entered) for slot in decision.slots] == [1, 1]
     (entered,) = (one for one in records(tmp_path / "a", "phase") if one["number"] == 1)
-    assert 0.3 <= entered["share"] < 0.7
+    # How much later depends on the machine: while the syncer waits for the killed island, nobody
+    # decides that the phase has begun, and the estimated clock of the other one goes on.
+    assert entered["share"] >= 0.3
     assert entered["mixture"] == f"100 % {texts[1]}"
     total = decision.settings.total_tokens
     for number, shared in enumerate(decision.fragments):
