@@ -60,7 +60,7 @@ RESERVED = {
     *("run.folder", "run.seed", "data.corpus"),
     *("diloco.method", "diloco.workers", "diloco.sync_every"),
 }
-LOSSES = "model | loss on held-out text | against the control"
+LOSSES = "model | tokens | loss on held-out text | against the control"
 ANSWERS = "task | fine-tuning | chance, % | data parallel, %"
 
 
@@ -77,10 +77,13 @@ class Source(NamedTuple):
     """Whether they are the first worker's own ones, instead of the shared ones."""
 
 
-def find_sources(folders: Sequence[Path]) -> list[Source]:
+def find_sources(
+    folders: Sequence[Path], *, controls_have_own_tokens: bool = False
+) -> list[Source]:
     """Return the models of the finished runs in these folders, the controls first.
 
     The runs must differ in the method and the seed only, and have a control of each seed.
+    `controls_have_own_tokens`: whether controls may have another number of tokens, all the same.
     """
     workers = (worker for folder in folders for worker in folder.glob("**/worker-0"))
     runs = sorted({worker.parent for worker in workers if complete_checkpoints(worker)})
@@ -89,20 +92,26 @@ def find_sources(folders: Sequence[Path]) -> list[Source]:
     for run in runs:
         saved = open_saved(run)
         config, outer = saved.config, saved.config.diloco
-        kinds[run] = common_facts(saved)
+        facts = kinds[run] = common_facts(saved)
+        if controls_have_own_tokens:
+            key = "tokens of controls" if outer.method == "none" else "tokens of others"
+            facts[key] = facts.pop("tokens")
         if outer.method == "none":
             sources.append(Source(config.run.seed, CONTROL, run))
         else:
             method = f"{outer.method}, M={outer.workers}, H={outer.sync_every}"
             sources.append(Source(config.run.seed, f"{method}: merged", run))
             sources.append(Source(config.run.seed, f"{method}: one worker", run, is_worker=True))
+    first_with: dict[str, Path] = {}
     for run, facts in kinds.items():
-        differing = [name for name, fact in kinds[runs[0]].items() if facts[name] != fact]
-        if differing:
-            raise UserError(
-                f"{runs[0]} and {run} differ in {', '.join(differing)}: give --runs with folders "
-                "of runs that differ in the method and the seed only"
-            )
+        for name, fact in facts.items():
+            first = first_with.setdefault(name, run)
+            if kinds[first][name] != fact:
+                raise UserError(
+                    f"{first} and {run} differ in {name}: give --runs with folders of runs that "
+                    "differ in the method and the seed only, or in tokens of the controls with "
+                    "--control-ratio"
+                )
     if len({(source.seed, source.name) for source in sources}) < len(sources):
         raise UserError("--runs has two runs of the same method and seed: give folders with one")
     controls = {source.seed for source in sources if source.name == CONTROL}
@@ -339,9 +348,11 @@ def loss_rows(results: Results, names: Sequence[str]) -> list[list[str]]:
         name: {seed: result["loss"] for seed, result in of_model(results, name).items()}
         for name in names
     }
+    tokens = {source.name: result["tokens"] for source, result in results.items()}
     return [
         [
             name,
+            f"{tokens[name]:,}",
             core.summary([*of_seeds.values()], ".4f", middle=statistics.mean),
             "" if name == CONTROL else core.against(of_seeds, losses[CONTROL]),
         ]
@@ -384,8 +395,8 @@ def write_results(out: Path, results: Results, count: int, steps: int) -> None:
     rows, others = answer_rows(results, names)
     answers = markdown_table([*ANSWERS.split(" | "), *names[1:]], rows)
     text = (
-        f"{first['parameters'] / 1e6:.2f}M parameters, {first['tokens'] / 1e6:.1f}M tokens, seeds "
-        f"{seeds}; {first['device']}; {first['versions']}\n\n{losses}\n\n"
+        f"{first['parameters'] / 1e6:.2f}M parameters, seeds {seeds}; {first['device']}; "
+        f"{first['versions']}\n\n{losses}\n\n"
         f"right answers to {count:,} questions of each task, before and after {steps} steps of "
         "fine-tuning, of the control in %, of the others in points more; mean (least ... greatest) "
         f"of the seeds, ± what the draw of the questions leaves open ({LIKELY:.0%})\n\n{answers}\n"
@@ -448,6 +459,7 @@ def main() -> None:
     add("--corpus", default="stdlib", help="text files, or a folder of token shards")
     add("--size", type=float, default=size, help=f"million parameters: default here {size:g}")
     add("--ratio", type=float, default=ratio, help=f"tokens per parameter: default here {ratio:g}")
+    add("--control-ratio", type=float, help="of the controls: default --ratio")
     add("--workers", type=core.positive, default=2, help="M: default 2")
     add("--every", type=core.positive, default=30, help="H: default 30")
     add("--seeds", type=core.list_of(int), default=[0], help="default 0")
@@ -457,11 +469,10 @@ def main() -> None:
     options, words = parser.parse_known_args()
     extra, out = core.parse_settings(parser, words, RESERVED), options.out.resolve()
     stage = scale.Stage(round(1e6 * options.size), "adamw")
-    runs = {
-        str(run): settings_of(run, options.corpus, extra, options.ratio)
-        for run in scale.runs_of(stage, [options.workers], [options.every], options.seeds)
-    }
-    for settings in runs.values():
+    runs: dict[str, core.Settings] = {}
+    for run in scale.runs_of(stage, [options.workers], [options.every], options.seeds):
+        tokens = options.ratio if run.every else options.control_ratio or options.ratio
+        settings = runs[str(run)] = settings_of(run, options.corpus, extra, tokens)
         core.load(settings)
     if not on_gpu:
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -472,7 +483,10 @@ def main() -> None:
 
     try:
         out.mkdir(parents=True, exist_ok=True)
-        sources = find_sources(options.runs or train_kept(out, runs, options.jobs))
+        sources = find_sources(
+            options.runs or train_kept(out, runs, options.jobs),
+            controls_have_own_tokens=options.control_ratio is not None,
+        )
         with ThreadPoolExecutor(options.jobs) as pool:
             results = dict(zip(sources, pool.map(test, sources), strict=True))
     except UserError as error:

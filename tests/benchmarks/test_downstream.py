@@ -147,7 +147,13 @@ def test_differences_are_of_the_same_seed_and_question() -> None:
 def record_of(right: int, loss: float) -> core.Record:
     """Return a result with so many of 100 right answers to one task, and chance at the other."""
     answers = {"copying": "1" * right + "0" * (100 - right), "addition": "1000" * 25}
-    facts = {"parameters": 8e5, "tokens": 4e6, "device": "CPU", "versions": "2.13", "loss": loss}
+    facts = {
+        "parameters": 8e5,
+        "tokens": 4_000_000,
+        "device": "CPU",
+        "versions": "2.13",
+        "loss": loss,
+    }
     chance = dict.fromkeys(answers, 0.25)
     return {**facts, "chance": chance, "before": answers, "after": answers}
 
@@ -163,7 +169,7 @@ def test_the_table_has_what_counts_and_names_the_rest(tmp_path: Path) -> None:
     downstream.write_results(tmp_path, results, 100, 300)
     table = (tmp_path / "table.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    assert [merged, "2.0300 (2.0200 ... 2.0400)", "+1.50 (+1.00 ... +2.00) %"] in rows
+    assert [merged, "4,000,000", "2.0300 (2.0200 ... 2.0400)", "+1.50 (+1.00 ... +2.00) %"] in rows
     shares = ["25.0", "62.0 (60.0 ... 64.0)", "+0.0 (-1.0 ... +1.0), ±1.4"]
     for phase in ("before", "after"):
         assert ["copying", phase, *shares] in rows
@@ -279,11 +285,16 @@ def test_runs_that_cannot_be_compared_are_refused(
         downstream.find_sources([streaming])
     with pytest.raises(UserError, match="as a control: give such folders to --runs"):
         downstream.find_sources([tmp_path])
-    other = f"{TINY} --training.steps 1 --diloco.method none --diloco.workers 1"
-    words = f"--config debug {other} --data.corpus {runs}/*.txt --run.folder {tmp_path / 'other'}"
-    assert train(words.split()) == 0
-    with pytest.raises(UserError, match="differ in tokens"):
-        downstream.find_sources([runs / "out", tmp_path])
+    (control,) = runs.glob("out/runs/*parallel*")
+    settings = json.loads((control / core.FINISHED).read_text())["settings"]
+    shorter = settings | {"training.steps": "1", "run.folder": str(tmp_path / "shorter")}
+    assert train(core.command_line(shorter)) == 0
+    with pytest.raises(UserError, match=r"differ in tokens: .* with --control-ratio"):
+        downstream.find_sources([streaming, tmp_path])
+    with pytest.raises(UserError, match="differ in tokens of controls"):
+        downstream.find_sources([runs / "out", tmp_path], controls_have_own_tokens=True)
+    sources = downstream.find_sources([streaming, tmp_path], controls_have_own_tokens=True)
+    assert [source.run.parent for source in sources] == [tmp_path, streaming, streaming]
 
 
 def test_runs_that_differ_in_their_mixture_or_phases_are_refused(tmp_path: Path) -> None:
