@@ -207,7 +207,7 @@ class IslandPeers(Peers):
         name = self.islands.name
         seat = None
         if self._link is not None:
-            seat = self._link.read(lambda machine: take_seat(name, machine, self.clock))
+            seat = self._link.read(lambda machine: take_seat(name, machine))
             if self._last.ending in RUN_ENDS:
                 self._link.read(lambda machine: say_end(machine, self.islands.join))
         self.seat = share(seat, Seat, self._ranks.decisions)

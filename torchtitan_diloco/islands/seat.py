@@ -21,17 +21,24 @@ class Seat:
     """Positions at which the stream of the slot has entered phases of the data."""
 
 
-def take_seat(name: str, machine: Island, clock: int) -> Seat:
-    """Log and return the seat of an island that begins to train. `clock`: tokens of the run."""
+def take_seat(name: str, machine: Island) -> Seat:
+    """Log and return the seat of an island that begins to train."""
     settings = machine.settings
     decision = machine.decision
     slot = machine.slot
     assert decision is not None
     if slot is not None:
-        copy = f"takes the newest shared copy, of {clock:,} tokens, and " * (clock > 0)
+        copy = f"takes the newest shared copy, of {machine.clock:,} tokens, and " * (
+            machine.clock > 0
+        )
         logger.info(
             f"island {name} has slot {slot} of {settings.slots} in run {decision.run}, "
             f"{copy}starts at its sample {machine.position:,}"
+        )
+    if machine.dropped_samples:
+        logger.info(
+            f"island {name} reads {machine.dropped_samples:,} samples again: its work on them was "
+            "not merged, and is dropped"
         )
     return Seat(
         slot or 0,

@@ -163,7 +163,7 @@ def test_a_lost_location_is_founded_from_a_checkpoint() -> None:
         Slot([Ledger(taken=80), Ledger(taken=80)]),
     ]
     before.fragments[0].clock, before.fragments[1].clock = 500, 490
-    saved = save(before, [3, 4], clock=510)
+    saved = save(before, [3, 4], slot=0, position=75)
     founding = saved.found(Founding("r2", before.settings, [SHAPES] * 2, ["0", "1"]))
     state = decode_founding(encode_founding(founding)).decision(2, "s", B)
     assert state.run == "r", "the other islands return with their checkpoints"
@@ -183,7 +183,7 @@ def test_a_lost_location_is_founded_with_the_settings_that_the_run_had(kind: str
         sync_every=7, total_tokens=20_000, slots=5, outer_lr=0.3, poll_seconds=0.05, grace=3.0
     )
     before.slots = [Slot([Ledger(taken=number)]) for number in range(5)]
-    saved = save(before, [3], clock=0)
+    saved = save(before, [3], slot=None, position=0)
     rates["grace"] = max(rates["grace"], 3.0)  # which may suit a slow link
     changed = {"start_with": 2, "store_kind": kind}
     expected = msgspec.structs.replace(

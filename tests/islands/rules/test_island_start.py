@@ -20,11 +20,27 @@ def test_a_restart_takes_the_copy_of_its_checkpoint_and_reads_again(hand: Hand) 
     saved = saved_of(hand)
     hand.publish()
     again = Hand(hand.state, saved=saved)
-    assert again.boundary().clock >= saved.clock
+    again.boundary()
     assert again.applied == [(0, Mode.TAKE, 0.0), (1, Mode.ADD, 0.0)]
     assert again.island.position == 10
+    assert again.island.dropped_samples == 1
     [send] = again.step(10).sends
     assert (send.part.start, send.part.end, send.part.weight) == (10, 20, 10)
+
+
+@pytest.mark.parametrize("steps", [1, 500])
+def test_a_restart_drops_the_tokens_of_work_that_nobody_merged(hand: Hand, steps: int) -> None:
+    """Otherwise, an island that has trained alone would stay at the learning rate of the tokens
+    that its next incarnation drops."""
+    hand.step(10)
+    hand.publish()
+    hand.step(steps)
+    saved = saved_of(hand)
+    merged = hand.state.fragments[0].clock
+    again = Hand(hand.state, saved=saved)
+    assert again.boundary().clock == merged
+    assert again.island.dropped_samples == saved.position - hand.state.slots[0].furthest
+    assert again.step(1).clock == merged + 1
 
 
 def test_a_heir_and_then_an_old_checkpoint_merge_nothing_twice(hand: Hand) -> None:

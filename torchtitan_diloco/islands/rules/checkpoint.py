@@ -25,8 +25,6 @@ class SavedFragment(msgspec.Struct, array_like=True, frozen=True):
 class Saved(msgspec.Struct, frozen=True):
     run: Name
     """Empty if the checkpoint is of a job without islands, which is never stored."""
-    clock: Tokens
-    """Tokens of the run, which determine the inner learning rate."""
     fragments: list[SavedFragment]
     """Empty before the island has all copies."""
     clocks: list[Tokens]
@@ -34,6 +32,10 @@ class Saved(msgspec.Struct, frozen=True):
     slots: list[SlotStart]
     settings: Settings | None
     """Those of the run, with all changes. None: the checkpoint is of a job without islands."""
+    slot: Count | None = None
+    """Slot of the island, if it has one."""
+    position: Count = 0
+    """Next sample of the slot. What is not merged before it is read again after a restart."""
 
     @classmethod
     def of_job(cls, tokens: int, fragments: int, slots: Sequence[SlotStart]) -> "Saved":
@@ -42,7 +44,7 @@ class Saved(msgspec.Struct, frozen=True):
         Its tokens are those of a run that is founded from it, and say nothing about others.
         """
         clocks = [tokens] * fragments
-        return cls("", clock=0, fragments=[], clocks=clocks, slots=list(slots), settings=None)
+        return cls("", fragments=[], clocks=clocks, slots=list(slots), settings=None)
 
     def with_checksums(self, checksums: Sequence[str]) -> "Saved":
         """Return the same with the checksums of the copies as they were loaded."""
@@ -66,16 +68,17 @@ class Saved(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(founding, run=self.run, settings=settings)
 
 
-def save(decision: Decision, versions: Sequence[int], clock: int) -> Saved:
+def save(decision: Decision, versions: Sequence[int], *, slot: int | None, position: int) -> Saved:
     """Return the content of a checkpoint. `versions`: of the copies P, -1 where there is none."""
     has_all = min(versions, default=-1) >= 0
     return Saved(
         run=decision.run,
-        clock=clock,
         fragments=[SavedFragment(version) for version in versions] if has_all else [],
         clocks=[one.clock for one in decision.fragments],
         slots=[
             SlotStart(slot.furthest, list(slot.entered), slot.corpus) for slot in decision.slots
         ],
         settings=decision.settings,
+        slot=slot,
+        position=position,
     )

@@ -75,13 +75,15 @@ class Island:
         """Positions at which its stream has entered phases of the data."""
         self.heard_at = -math.inf
         """Time at which a new decision was read."""
+        self.dropped_samples = 0
+        """Samples before its checkpoint that are not merged, and that it reads again."""
         self.expected_tokens = 0
         """Tokens that all islands should have trained while it has trained its own."""
         self.news = list[str]()
         self._facts, self._shapes, self._saved = facts, list(shapes), saved
         self._counter = 0
         self._stored = list[Part]()  # parts whose objects exist
-        self._clock_floor = 0 if saved is None else saved.clock
+        self._clock_floor = 0
         self._clock_base = (0, 0)  # merged tokens, and those expected until then
         self._training_islands = 1  # how many train as it does, while decisions are heard
         self._boundary_at = -math.inf
@@ -101,7 +103,8 @@ class Island:
 
     @property
     def clock(self) -> int:
-        """Merged tokens, plus those expected since. It never decreases: learning rates follow it.
+        """Merged tokens, plus those expected since. It never decreases while the island trains:
+        learning rates follow it. A restart drops what is not merged, and counts merged tokens only.
 
         Its own tokens count times the islands that were ready when the last version was applied, or
         once while nobody decides, as the others may be gone, too. If they are not, the clock jumps
@@ -171,6 +174,8 @@ class Island:
             return
         if not self.fragments:
             self._prepare()
+        if not self.is_training:
+            self._clock_floor = max(one.clock for one in decision.fragments)
         if self.slot is not None:
             for one in self.fragments if self.is_training else ():
                 one.on_decision(now)
@@ -249,8 +254,9 @@ class Island:
             return
         slot = decision.slots[self.slot]
         self.position, self.entered = slot.furthest, list(slot.entered)
-        newest = max(one.clock for one in decision.fragments)
-        self._clock_base = (newest, self.expected_tokens)
+        self._clock_base = (self._clock_floor, self.expected_tokens)
+        if self._saved is not None and self._saved.slot == self.slot:
+            self.dropped_samples = max(0, self._saved.position - slot.furthest)
         self._training_islands = max(1, len(decision.owners()))
         self.is_training = True
         self._take_turns(0)
@@ -451,4 +457,5 @@ class Island:
         """Return the content of a checkpoint, or None before the run is founded."""
         if self.decision is None or not self.decision.fragments:
             return None
-        return save(self.decision, [one.applied for one in self.fragments], self.clock)
+        versions = [one.applied for one in self.fragments]
+        return save(self.decision, versions, slot=self.slot, position=self.position)
