@@ -4,7 +4,7 @@ A job counts its own steps (`JobCourse`). Islands count the tokens of all island
 (`IslandCourse`, island_course.py). The trainer uses its course without knowing its kind.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torchtitan_diloco.components.checkpoint_folder import Manifest
@@ -81,6 +81,9 @@ class Course(Protocol):
         """Whether the run had ended before this worker took a step, and it has taken a final model
         that is in no checkpoint of it."""
 
+    def leave_when(self, is_asked: Callable[[], bool], /) -> None:
+        """Leave the run once `is_asked()` is true, also while a step waits for other workers."""
+
     def note(self, loss: float | None, validated: tuple[int, float, float] | None) -> None:
         """Record the training loss, and step, loss and bits of the last validation."""
 
@@ -138,6 +141,9 @@ class JobCourse:
     @property
     def finished(self) -> bool:
         return self.step == self._plan.total_steps
+
+    def leave_when(self, is_asked: Callable[[], bool], /) -> None:
+        """Workers of a job stop together: see `StopRequest`."""
 
     def note(self, loss: float | None, validated: tuple[int, float, float] | None) -> None: ...
 

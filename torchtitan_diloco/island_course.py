@@ -1,6 +1,6 @@
 """Course of a worker that is an island, given by the tokens of all islands."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torchtitan_diloco.components.checkpoint_folder import Manifest
@@ -102,6 +102,9 @@ class IslandCourse:
     def took_end(self) -> bool:
         is_over = self.finished and not self.has_left
         return is_over and self.step == self._first_step and self._peers.took_copies
+
+    def leave_when(self, is_asked: Callable[[], bool], /) -> None:
+        self._peers.is_asked_to_leave = is_asked
 
     def note(self, loss: float | None, validated: tuple[int, float, float] | None) -> None:
         """Put the losses into the notes of this island."""

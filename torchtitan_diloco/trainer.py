@@ -167,6 +167,7 @@ class Trainer:
                 has_mirror=bool(config.checkpoint.mirror),
             ) as diagnosis,
         ):
+            self.course.leave_when(lambda: stop.knows_of_stop)
             if not self.course.took_end:
                 telemetry.begin_phase(self.data.new_phase(self.step, self.course.share))
             batches = telemetry.timed(self.data.loader)

@@ -14,12 +14,12 @@ from tests.diloco.toy import Net, config, full, inner_step, parameters, sgd
 from tests.islands.by_hand import newest, open_run, syncer
 from tests.islands.test_one_job import Versions, one_job
 from tests.islands.test_syncing import wait_for
-from tests.islands.trainees import SAMPLES, TOKENS, Trainee, trained
+from tests.islands.trainees import PATIENCE, SAMPLES, TOKENS, Trainee, trained
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.user import PeersLostError, UserError
 from torchtitan_diloco.diloco import Beginning, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.state_dict import SHARED
-from torchtitan_diloco.islands import peers
+from torchtitan_diloco.islands import waiting
 from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.islands.founding import JobCheckpoint
 from torchtitan_diloco.islands.instructions import IslandFencedError
@@ -317,17 +317,46 @@ def test_wrong_bits_of_a_copy_are_found_when_the_next_one_is_applied(tmp_path: P
     assert any("its copy has wrong bits" in line for line in news)
 
 
+def alone(store: Path, total_tokens: int) -> tuple[Trainee, threading.Event]:
+    """Return an island, and what is set once it trains."""
+    options: dict[str, Any] = {"begin": 1, "slots": 1, "step_seconds": 0.02}
+    only = Trainee(store, "a", config(8), total_tokens=total_tokens, **options)
+    is_training = threading.Event()
+    only.on_step = lambda step: is_training.set() if step == 20 else None
+    return only, is_training
+
+
+def test_an_island_leaves_although_it_waits_for_the_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has trained all tokens, and nobody decides that the run has ended."""
+    monkeypatch.setattr(waiting, "UNDECIDED_SECONDS", 2.5)
+    only, is_training = alone(tmp_path / "store", total_tokens=60 * TOKENS)
+    only.peers.is_asked_to_leave = only.stop.is_set
+    with syncer(tmp_path / "store", tmp_path / "scratch"):
+        only.thread.start()
+        assert is_training.wait(60)
+    until = time.monotonic() + PATIENCE
+    while not (only.peers.clock >= 60 * TOKENS and only.peers.machine.is_stopped):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    only.thread.join(0.5)
+    assert only.thread.is_alive(), "it waits"
+    only.stop.set()
+    only.finish()
+    assert only.peers.left
+    assert only.saved, "it can save"
+    only.outer.drain()
+    assert caplog.text.count("leaves without its last parts: no syncer has decided for") == 1
+
+
 def test_an_island_leaves_although_no_syncer_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As after Ctrl-C of everything. What it has not sent is read again."""
-    monkeypatch.setattr(peers, "UNDECIDED_SECONDS", 2.5)
-    store = tmp_path / "store"
-    options: dict[str, Any] = {"total_tokens": 10**9, "begin": 1, "slots": 1, "step_seconds": 0.02}
-    only = Trainee(store, "a", config(8), **options)
-    is_training = threading.Event()
-    only.on_step = lambda step: is_training.set() if step == 20 else None
-    with syncer(store, tmp_path / "scratch"):
+    monkeypatch.setattr(waiting, "UNDECIDED_SECONDS", 2.5)
+    only, is_training = alone(tmp_path / "store", total_tokens=10**9)
+    with syncer(tmp_path / "store", tmp_path / "scratch"):
         only.thread.start()
         assert is_training.wait(60)
     only.stop.set()

@@ -23,7 +23,13 @@ from torchtitan_diloco.islands.founding import settings_of
 from torchtitan_diloco.islands.merging import outer_optimizer
 from torchtitan_diloco.islands.rules.changes import encode_change
 from torchtitan_diloco.islands.rules.settings import Settings
-from torchtitan_diloco.islands.run_settings import KEYS, change_of, in_diloco, setting_of
+from torchtitan_diloco.islands.run_settings import (
+    KEYS,
+    change_of,
+    differences,
+    in_diloco,
+    setting_of,
+)
 
 SETTINGS = Settings(
     sync_every=20, delay=2, total_tokens=1000, slots=2, start_with=2, streams=2, block=1
@@ -40,6 +46,17 @@ def test_the_page_names_all_settings_that_islands_do_not_have() -> None:
         changes = {"islands.join": "store", "islands.name": "a", key: values.get(key, "0.1")}
         with pytest.raises(UserError, match=f"{key} = .* does not work with islands: remove it"):
             load_config("debug", changes)
+
+
+def test_an_island_names_the_settings_that_its_run_has_instead() -> None:
+    chosen = in_diloco(DiLoCoConfig(), SETTINGS)
+    assert differences(chosen, SETTINGS.total_tokens, SETTINGS) == []
+    lines = differences(replace(chosen, sync_every=30), 2000, SETTINGS)
+    assert [line.partition(",")[0] for line in lines] == [
+        "the run has diloco.sync_every = 20",
+        "the run has total_tokens = 1000",
+    ]
+    assert lines[0].endswith("instead of 30: `islands change` changes it")
 
 
 def test_islands_follow_changes_of_all_kinds_with_equal_bits(tmp_path: Path) -> None:

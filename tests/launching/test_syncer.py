@@ -109,12 +109,18 @@ def test_the_login_of_a_site_cannot_decide(
     assert not (tmp_path / "scratch").exists()
 
 
-def test_torchrun_starts_no_syncer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["islands.sync", "islands.local"])
+def test_torchrun_starts_no_syncer_and_no_islands(key: str, tmp_path: Path) -> None:
     words = ["--nproc-per-node", "1", "-m", "torchtitan_diloco.train", "--config", "debug"]
-    words += ["--run.device", "cpu", *settings(tmp_path)]
+    words += ["--run.device", "cpu"]
+    words += settings(tmp_path) if key == "islands.sync" else ["--islands.local", "2"]
     run = start(tmp_path / "console", words, main=TORCHRUN)
     assert run.wait() != 0
-    assert "islands.sync = true: torchrun starts no syncer: remove this" in run.printed()
+    error = {
+        "islands.sync": "islands.sync = true: torchrun starts no syncer: remove this",
+        "islands.local": "islands.local = 2: a process of torchrun starts no islands: run `",
+    }
+    assert error[key] in run.printed()
     assert not (tmp_path / "store").exists()
 
 

@@ -61,7 +61,7 @@ from torchtitan_diloco.islands.rules.fields import MOST_TOKENS
 from torchtitan_diloco.islands.rules.fragment import Boundary
 from torchtitan_diloco.islands.rules.island import ENDED, LEFT, OVER, Island
 from torchtitan_diloco.islands.rules.settings import Settings
-from torchtitan_diloco.islands.run_settings import in_diloco
+from torchtitan_diloco.islands.run_settings import differences, in_diloco
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.seat import Seat, take_seat
 from torchtitan_diloco.islands.waiting import (
@@ -69,6 +69,7 @@ from torchtitan_diloco.islands.waiting import (
     at_boundary,
     before_start,
     obstacle,
+    reason_to_leave_now,
     say_end,
 )
 
@@ -76,9 +77,6 @@ RUN_ENDS = ENDED, OVER
 """Why an island is over when the run is."""
 CLOSE_SECONDS = 5.0
 """Seconds for which a rank waits at its end for the first one."""
-AWAY_SECONDS, UNDECIDED_SECONDS = 10.0, 25.0
-"""Seconds without the store, and without a decision, after which an island that leaves gives up.
-Another syncer takes over after ten seconds."""
 
 
 class IslandPeers(Peers):
@@ -89,7 +87,10 @@ class IslandPeers(Peers):
     """Slot of this island and its first sample, after `join`."""
     took_copies = False
     """Whether `join` has taken newer copies than those of the checkpoint."""
+    is_asked_to_leave: Callable[[], bool] = staticmethod(lambda: False)
+    """Called on the first rank while a step waits: whether this island is to leave the run."""
     _loop: Loop
+    _leaves_without_last_parts = False
 
     def __init__(
         self,
@@ -310,13 +311,15 @@ class IslandPeers(Peers):
             is_over = self.finished or self._last.may_train
             if not is_over:
                 self._say_wait(began, at_boundary)
+                if self._link is not None and self.is_asked_to_leave():
+                    self._link.leave()
         self._boundary_at = time.perf_counter()
 
     def rest(self) -> None:
         if not self._is_open:
             return
         self._last.raise_if_over(self.islands.name)
-        if self._last.ending:
+        if self._last.ending or self._leaves_without_last_parts:
             return
         if self._link is not None:
             self._link.leave()
@@ -325,12 +328,8 @@ class IslandPeers(Peers):
             self._boundary(self._apply)
             self._last.raise_if_over(self.islands.name)
             self._say_wait(began, at_boundary)
-            reason = ""
-            if self._last.away_seconds > AWAY_SECONDS:
-                reason = f"its store cannot be reached since {AWAY_SECONDS:g} s"
-            elif self._last.undecided_seconds > UNDECIDED_SECONDS:
-                reason = f"no syncer has decided for {UNDECIDED_SECONDS:g} s"
-            if reason:
+            if reason := reason_to_leave_now(self._last):
+                self._leaves_without_last_parts = True
                 if self._link is not None:
                     name = self.islands.name
                     logger.warning(f"island {name} leaves without its last parts: {reason}")
@@ -439,6 +438,9 @@ class IslandPeers(Peers):
         """Use the settings of the run."""
         if settings == self._used:
             return
+        if self._used is None and self._link is not None:
+            for line in differences(self._loop.config, self.total_tokens, settings):
+                logger.info(f"island {self.islands.name}: {line}")
         self._used = settings
         self.total_tokens = settings.total_tokens
         self._loop.config = in_diloco(self._loop.config, settings)

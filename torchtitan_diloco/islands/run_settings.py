@@ -86,6 +86,18 @@ def in_diloco(config: DiLoCoConfig, settings: Settings) -> DiLoCoConfig:
     return config
 
 
+def differences(config: DiLoCoConfig, total_tokens: int, settings: Settings) -> list[str]:
+    """Describe where the settings with which an island was started differ from those of its run,
+    which all islands use."""
+    started_with = {**of_diloco(config), "total_tokens": total_tokens}
+    return [
+        f"the run has {key} = {getattr(settings, name)}, which this island uses instead of "
+        f"{started_with[name]}: `islands change` changes it"
+        for key, name in KEYS.items()
+        if name in started_with and started_with[name] != getattr(settings, name)
+    ]
+
+
 _IN_DILOCO = {
     tuple(key.split(".")[1:]): name for key, name in KEYS.items() if key.startswith("diloco.")
 }

@@ -8,6 +8,7 @@ from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.user import LOCAL_ISLANDS, command_line
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS
 from torchtitan_diloco.diloco.reports import STILL_SECONDS
+from torchtitan_diloco.islands.instructions import Instructions
 from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.rules.island import Island
 from torchtitan_diloco.islands.rules.names import name_of
@@ -18,6 +19,9 @@ OFTEN = 60.0
 """Longest time between two lines about the same wait, in seconds."""
 OPEN_SECONDS = 5.0
 """Time for an attempt to open a store."""
+AWAY_SECONDS, UNDECIDED_SECONDS = 10.0, 25.0
+"""Seconds without the store, and without a decision, after which an island that leaves gives up.
+Another syncer takes over after ten seconds."""
 
 
 class Waiting:
@@ -101,6 +105,15 @@ def at_boundary(machine: Island) -> str:
     others = sorted(name for name in others if name != name_of(machine.incarnation))
     senders = f", to which {' and '.join(others)} contribute" if others else ""
     return f"versions with its last parts{senders}"
+
+
+def reason_to_leave_now(instructions: Instructions) -> str:
+    """Return why an island that leaves does not wait for its last parts, or an empty text."""
+    if instructions.away_seconds > AWAY_SECONDS:
+        return f"its store cannot be reached since {AWAY_SECONDS:g} s"
+    if instructions.undecided_seconds > UNDECIDED_SECONDS:
+        return f"no syncer has decided for {UNDECIDED_SECONDS:g} s"
+    return ""
 
 
 def say_end(machine: Island, join: str) -> None:

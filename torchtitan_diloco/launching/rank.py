@@ -68,6 +68,11 @@ def _train(config: Config, job: Job) -> int:
     """Train with these settings, and return the exit code."""
     _log_restart(config, job)
     check_inputs(config)  # the launcher has done so, but not torchrun
+    if config.islands.local:
+        raise UserError(
+            f"islands.local = {config.islands.local}: a process of torchrun starts no islands: run "
+            f"`{command_line('train')}` with the same settings instead"
+        )
     if config.islands.sync and LAUNCHER not in os.environ:
         raise UserError(
             "islands.sync = true: torchrun starts no syncer: remove this setting, and run "

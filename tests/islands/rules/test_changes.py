@@ -10,7 +10,6 @@ from hypothesis import strategies as some
 
 from tests.islands.rules.desk import A, B, Desk, founded, round_of_all
 from torchtitan_diloco.diloco.formats import island_formats
-from torchtitan_diloco.islands.peers import UNDECIDED_SECONDS
 from torchtitan_diloco.islands.rules.changes import (
     MOST_DONE,
     SETTLED_SECONDS,
@@ -29,6 +28,7 @@ from torchtitan_diloco.islands.rules.decision import BARRED
 from torchtitan_diloco.islands.rules.fields import MalformedError
 from torchtitan_diloco.islands.rules.history import EventKind
 from torchtitan_diloco.islands.rules.settings import MOST_PAUSE
+from torchtitan_diloco.islands.waiting import UNDECIDED_SECONDS
 
 
 class Requests:
