@@ -6,7 +6,8 @@
 The first command trains one model for as many tokens in smaller and smaller batches, and so for
 more and more rounds. The second one reads its records, from benchmarks/records/ if no folder is
 given, and fits c * rounds^-p to the difference in percent, without and with a beginning: for each
-seed, and for the mean. `--at`: numbers of rounds at which the fit is printed, too.
+seed, and for the mean. It also prints the mean difference from 100 rounds on. `--at`: numbers of
+rounds at which the fit is printed, too.
 """
 
 import math
@@ -22,6 +23,8 @@ TABLE = "rounds"
 KINDS = {"no beginning": "", "a beginning of 0.1": ", beginning 0.1"}
 EXPONENTS = [number / 100 for number in range(301)]
 """Those that are tried. With the largest one, only the fewest rounds say something."""
+MANY = 100
+"""Rounds from which on the mean of all differences is printed, beside the fit, which falls to 0."""
 
 Gaps = dict[int, dict[int, float]]
 """Difference from the control in percent, by seed and number of rounds."""
@@ -68,7 +71,8 @@ def find_gaps(runs: Sequence[core.Record], ending: str) -> Gaps:
 
 
 def rows_of(gaps: Gaps, at: Sequence[int]) -> list[list[str]]:
-    """Return a row for each number of rounds: measured, fitted to the mean, and to each seed."""
+    """Return a row for each number of rounds: measured, fitted to the mean, and to each seed.
+    After them come the fits, and the mean of many rounds."""
     measured = sorted({rounds for seed in gaps.values() for rounds in seed})
     values = {n: [seed[n] for seed in gaps.values() if n in seed] for n in measured}
     whole = fit({rounds: statistics.fmean(of_seeds) for rounds, of_seeds in values.items()})
@@ -87,7 +91,13 @@ def rows_of(gaps: Gaps, at: Sequence[int]) -> list[list[str]]:
     if any(law.exponent == EXPONENTS[-1] for law in fits):
         exponents += f"; {EXPONENTS[-1]:.2f} is the largest that is tried"
     law = f"{whole.scale:.0f} / rounds^{whole.exponent:.2f}"
-    return [*rows, ["the fit, and the exponents p", "", "", law, exponents]]
+    rows.append(["the fit, and the exponents p", "", "", law, exponents])
+    of_many = [gap for n in measured if n >= MANY for gap in values[n]]
+    if len(of_many) > 1:
+        error = statistics.stdev(of_many) / math.sqrt(len(of_many))
+        mean = f"{statistics.fmean(of_many):+.2f}, standard error {error:.2f}"
+        rows.append([f"mean from {MANY} rounds on", str(len(of_many)), mean, "", ""])
+    return rows
 
 
 def main() -> None:

@@ -48,3 +48,4 @@ def test_the_table_says_what_is_measured_and_what_is_predicted(
     assert ["25", "1", "+8.00", "+8.00", "+8.00"] in rows
     assert ["400", "0", "", "+0.25", "+0.25"] in rows, "with a beginning"
     assert ["the fit, and the exponents p", "", "", "200 / rounds^1.00", "1.00"] in rows
+    assert ["mean from 100 rounds on", "2", "+1.50, standard error 0.50", "", ""] in rows
