@@ -1,6 +1,7 @@
 """Compare data parallelism, DiLoCo and streaming variants over links of several rates.
 
-    .venv/bin/python -m benchmarks.slow_link [--rates inf,130,13] [--section.key value ...]
+    .venv/bin/python -m benchmarks.slow_link [--rates inf,130,13] [--methods NAME,NAME ...] \
+        [--section.key value ...]
 
 Every run starts `torchtitan_diloco.train`, with one process and thread a worker, in a network of
 its own (benchmarks/network.py). Only the method and the links differ. --rates limits the link of
@@ -51,10 +52,12 @@ COMMON = {
     "distributed.train_timeout_seconds": "3600",
 }
 """4.8M parameters in 3 fragments of 2 blocks and a small one. A step takes 0.1 s on one core."""
-DATA_PARALLEL, TORCHFT, OURS = "data parallel", "torchft", "streaming + overlap + fp4"
+DATA_PARALLEL, HALF_GRADIENTS = "data parallel", "data parallel with bf16 gradients"
+TORCHFT, OURS = "torchft", "streaming + overlap + fp4"
 AT_ONCE = {"diloco.overlap.delay": "0", "diloco.overlap.mixing": "0"}
 METHODS: dict[str, core.Settings] = {
     DATA_PARALLEL: {"diloco.method": "none"},
+    HALF_GRADIENTS: {"diloco.method": "none", "parallel.reduce_dtype": "bfloat16"},
     "DiLoCo": AT_ONCE | {"diloco.fragments.layers_per_fragment": "0"},
     "streaming": AT_ONCE,
     "streaming + overlap": {},
@@ -93,7 +96,7 @@ Runs = Mapping[tuple[float, str], list[Measured]]
 
 def cycle_of(method: str, rate: float) -> int:
     """Return the steps of a cycle. With data parallelism all are alike, and long on slow links."""
-    if method != DATA_PARALLEL:
+    if not method.startswith(DATA_PARALLEL):
         return SYNC_EVERY
     return 2 if rate < math.inf else 20
 
@@ -182,7 +185,7 @@ def utilizations(runs: Runs, rate: float, method: str) -> list[float]:
 def row(runs: Runs, rate: float, method: str) -> list[str]:
     found, used = runs[rate, method], utilizations(runs, rate, method)
     free = [1 - (run.exposed_seconds or 0.0) / run.seconds_per_step for run in found]
-    if method == DATA_PARALLEL:
+    if method.startswith(DATA_PARALLEL):
         free = [min(1.0, share) for share in used]
     return [
         "no limit" if rate == math.inf else f"{rate:.3g}",
@@ -205,6 +208,8 @@ def main() -> None:
     parser = core.build_parser(__doc__)
     parser.add_argument("--workers", type=core.positive, default=2)
     parser.add_argument("--rates", type=core.list_of(parse_rate), default=[math.inf, 130.0, 13.0])
+    names = f"default all: {', '.join(METHODS)}"
+    parser.add_argument("--methods", type=core.one_of(METHODS), default="", help=names)
     parser.add_argument("--repeats", type=core.positive, default=1)
     parser.add_argument("--out", type=Path, default=Path("outputs/slow-link"))
     options, words = parser.parse_known_args()
@@ -212,8 +217,8 @@ def main() -> None:
         parser.error("give 2 or more --workers, as one sends nothing")
     common = COMMON | {"diloco.workers": str(options.workers)}
     extra = core.parse_settings(parser, words, RESERVED)
-    settings = {name: common | method | extra for name, method in METHODS.items()}
-    if not torchft_loop.is_installed():
+    settings = {name: common | METHODS[name] | extra for name in options.methods}
+    if TORCHFT in settings and not torchft_loop.is_installed():
         print(f"torchft is not installed, so it has no rows: {install_command('bench')}")
         del settings[TORCHFT]
     for own in settings.values():

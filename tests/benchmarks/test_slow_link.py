@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.slow_link import (
     DATA_PARALLEL,
+    HALF_GRADIENTS,
     OURS,
     Measured,
     cycle_of,
@@ -24,6 +25,7 @@ TOKENS, BYTES = 512, 40_000
         (OURS, 13.0, 0.5),  # seconds exposed, between two records
         (DATA_PARALLEL, 13.0, None),
         (DATA_PARALLEL, math.inf, None),
+        (HALF_GRADIENTS, 13.0, None),
     ],
 )
 def test_the_cycle_after_the_first_is_measured(
