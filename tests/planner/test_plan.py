@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -209,6 +210,22 @@ def test_given_values_override_measured_ones(
     ):
         words = ["--run", str(tmp_path / "run"), *flags]
         assert re.search(expected.replace("458", "45[0-9.]+"), output(capsys, *words))
+
+
+def test_a_link_that_was_too_fast_to_be_measured_needs_no_buffers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds = [
+        [msgspec.structs.replace(record, received_bits_per_second_from={}) for record in records]
+        for records in round_records(100)
+    ]
+    write_run(tmp_path, step_records(100), rounds, to_toml(load_config("debug")))
+    text = output(capsys, "--run", str(tmp_path))
+    assert "; a link too fast to be measured, latency 50 ms one way" in text
+    assert "streams" not in text
+    text = output(capsys, "--run", str(tmp_path), "--bandwidth", "900Mbit")
+    assert "; 900 Mbit/s, latency 50 ms one way" in text
+    assert "TCP streams" in text
 
 
 def test_runs_without_conditions_are_refused(

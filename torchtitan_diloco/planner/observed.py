@@ -11,9 +11,6 @@ from torchtitan_diloco.diloco.formats import FORMATS
 from torchtitan_diloco.planner.prediction import Conditions, coded_bytes
 from torchtitan_diloco.report.run_records import Run, open_runs
 
-UNLIMITED = 1e12
-"""Bits per second of a link whose transfers were too short to be measured."""
-
 
 def observed_conditions(folder: Path, workers: int) -> Conditions:
     """Return what the workers of a run, which must be so many, measured."""
@@ -63,7 +60,8 @@ def _median_rate(measured: Iterable[tuple[float, float]]) -> float:
 
 
 def _slowest_link(run: Run) -> float:
-    """Return the rate of the slowest worker: the sum of its simultaneous transfers, one way."""
+    """Return the rate of the slowest worker: the sum of its simultaneous transfers, one way.
+    Infinity if all of them were too short to be measured."""
     largest = max(record.parameters for worker in run.workers for record in worker.rounds)
     measured = defaultdict[tuple[int, int], list[float]](list)
     for receiver, worker in enumerate(run.workers):
@@ -75,4 +73,4 @@ def _slowest_link(run: Run) -> float:
     for (sender, receiver), rates in measured.items():
         sums["from", sender] += statistics.median(rates)
         sums["to", receiver] += statistics.median(rates)
-    return min((rate or UNLIMITED for rate in sums.values()), default=UNLIMITED)
+    return min((rate or math.inf for rate in sums.values()), default=math.inf)

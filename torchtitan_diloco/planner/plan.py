@@ -31,6 +31,7 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_
 _SECONDS["y"] = 365 * _SECONDS["d"]
 _LONGEST = 10_000 * _SECONDS["y"]
 _DURATION = re.compile(rf"(\d*\.?\d+)\s*({'|'.join(_SECONDS)})", re.IGNORECASE)
+UNLIMITED = "a link too fast to be measured"
 _PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
@@ -225,8 +226,9 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     conditions = _conditions(options, load.workers)
     conditions = replace(conditions, backward_waits=config.run.device == "cpu")
     tried, best = climb(load, conditions, given=config.diloco, wanted=options.utilization)
-    link = f"{quantity(conditions.bits_per_second, 'bit/s')}, latency "
-    link += f"{quantity(conditions.latency_seconds, 's')} one way, steps of "
+    is_limited = conditions.bits_per_second < math.inf
+    link = quantity(conditions.bits_per_second, "bit/s") if is_limited else UNLIMITED
+    link += f", latency {quantity(conditions.latency_seconds, 's')} one way, steps of "
     link += quantity(max(conditions.step_seconds), "s")
     size = f"{load.plan.parameters:,} parameters, {len(blocks_of(load.model))} layers"
     grid = f"{load.workers} workers x {counted(load.ranks, 'rank')}"
@@ -235,7 +237,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     on_gpus = config.run.device != "cpu"
     if on_gpus and options.step_time and (warning := load.peak_warning(options.step_time)):
         print(f"warning: {warning}", file=sys.stderr)
-    if conditions.bytes_in_flight > STREAM_BYTES:
+    if is_limited and conditions.bytes_in_flight > STREAM_BYTES:
         print(f"\n{streams_text(conditions, best.link, load.ranks)}")
     print(f"\n{traffic_text(load, best, tried[best].step_seconds)}")
     if options.write is not None:
