@@ -1,6 +1,7 @@
 """Link, step times and coding speeds of a run, from the records of its workers."""
 
 import math
+import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -21,7 +22,11 @@ def observed_conditions(folder: Path, workers: int) -> Conditions:
     codec = run.settings.get("diloco.quantization.codec", "")
     has_computed = all(of_worker.get("worker/compute_seconds") for of_worker in totals)
     if not heard_after or not has_computed:
-        raise UserError(f"--run {folder} has measured no links: give a finished run of one job")
+        raise UserError(
+            f"--run {folder} has measured no links: give a finished run of one job; or, for one of "
+            f"islands, --config {shlex.quote(str(folder / 'config.toml'))}, --bandwidth and "
+            "--step-time"
+        )
     if len(run.workers) != workers:
         raise UserError(
             f"--run {folder} has the records of {len(run.workers)} workers: give a run of "

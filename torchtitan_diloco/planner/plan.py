@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torchtitan_diloco.diloco.config import DiLoCoConfig, Link
     from torchtitan_diloco.planner.prediction import Conditions, Workload
 
+LOCATION = "."
+"""Location of islands whose settings have none: only its kind, a folder, changes a plan."""
 _BANDWIDTH = re.compile(r"(\d*\.?\d+)\s*([kmgt]?)(bits?|bytes?|b)(?:ps|/s)?", re.IGNORECASE)
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _SECONDS["y"] = 365 * _SECONDS["d"]
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = list(sys.argv[1:] if arguments is None else arguments)
         if "--failures" in words:
             options, settings = _parse_failures(words)
-            _plan_failures(options, from_command_line(["--config", options.config, *settings]))
+            _plan_failures(options, _load(options, settings))
             return 0
         options, settings = _parse(words)
         if settings and (options.table or options.presets):
@@ -57,11 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print(presets_table(options.gpus, options.mfu))
             return 0
-        _plan(options, from_command_line(["--config", options.config, *settings]))
+        _plan(options, _load(options, settings))
     except (ValueError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _load(options: argparse.Namespace, settings: Sequence[str]) -> Config:
+    return from_command_line(["--config", options.config, *settings], location=LOCATION)
 
 
 def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -328,7 +334,7 @@ def variant_text(
     name = parent.name
     if parent.parent != CONFIGS_FOLDER or (path.parent / name).exists() or path.name == name:
         name = os.path.relpath(parent.resolve(), path.parent.resolve())
-    before = flat_settings(load_config(config_name))
+    before = flat_settings(load_config(config_name, location=LOCATION))
     lines = [f"# {comment}", f"extends = {format_value(name)}"]
     for key, value in flat_settings(wanted).items():
         if value is None and before[key] is not None:
