@@ -1,21 +1,24 @@
 """Boards: what each is sent, islands as one group, and a server that does not answer."""
 
 import math
+import resource
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.components.test_telemetry import SENT, telemetry, train
 from tests.test_trainer import LOSS, records
 from tests.waiting import wait_until
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.boards import Shown, tensorboard
+from torchtitan_diloco.components.boards.base import GuardedBoard
 from torchtitan_diloco.components.records import SampleRecord
 
 BOARDS = "torchtitan_diloco.components.boards"
@@ -118,8 +121,8 @@ def test_a_board_never_ends_training_and_is_named_once(
         train(own, range(1, 7))
     assert board.calls == ["add", "add", "add", "close"]
     assert caplog.messages == [
-        f"tensorboard: ValueError: cannot {failing[0]}; its curves have gaps, the records have all "
-        "numbers"
+        f"tensorboard: ValueError: cannot {failing[0]}; its curves have gaps, the records do "
+        "not depend on it"
     ]
     assert [one["step"] for one in records(tmp_path)] == [2, 4, 6]
 
@@ -140,6 +143,43 @@ def test_a_resumed_run_goes_on_without_a_board_that_does_not_open(
         train(own, range(3, 5))
     assert "tensorboard: nobody answers; its curves have gaps" in caplog.text
     assert [one["step"] for one in records(tmp_path)] == [4]
+
+
+@pytest.fixture
+def small_files() -> Iterator[Callable[[bool], None]]:
+    """Return what lets each file of this process have at most 100 bytes, or as many as before."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(is_full: bool) -> None:
+        most = (100, before[1]) if is_full else before
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+
+    yield limit
+    limit(False)
+
+
+def test_tensorboard_goes_on_after_a_disk_was_full(
+    tmp_path: Path,
+    small_files: Callable[[bool], None],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The disk is full for steps 3 and 4, of which the second one ends within a record."""
+    shown = Shown(tmp_path, 0, 1, {})
+    board = GuardedBoard("tensorboard", lambda: tensorboard.TensorBoard(shown), is_new=True)
+    for step in range(1, 7):
+        small_files(step in (3, 4))
+        board.add(step, {LOSS: 1.0 * step})
+    board.add_text(6, "verdicts", "worker 1: slow compute")
+    board.close()
+    assert [record.message for record in caplog.records] == [
+        "tensorboard: OSError: [Errno 27] File too large; its curves have gaps, the records do not "
+        "depend on it"
+    ]
+    assert not capfd.readouterr().err
+    curves = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in curves.Scalars(LOSS)] == [1, 2, 5, 6]
+    assert [event.step for event in curves.Tensors("verdicts/text_summary")] == [6]
 
 
 # --- MLflow ---------------------------------------------------------------------------------------
@@ -268,7 +308,7 @@ def test_a_server_that_fails_later_is_said_once(
         tracking.fails = True
         train(own, range(1, 5))
     assert [one.message for one in caplog.records if "MLflow" in one.message] == [
-        "MLflow: API request failed; its curves have gaps, the records have all numbers"
+        "MLflow: API request failed; its curves have gaps, the records do not depend on it"
     ]
 
 

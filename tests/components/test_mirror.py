@@ -80,12 +80,19 @@ def test_a_mirror_without_checkpoints_is_named_if_the_folder_has_none_either(
     """Such as the mount point of a disk that is not mounted."""
     caplog.set_level("INFO")
     location = tmp_path / "mirror"
+    others = tmp_path / "full"
+    others.mkdir()
+    (others / "photo.png").touch()
     wanted = mirrored(text, tmp_path / "run", location, **{"checkpoint.at_end": "false"})
-    for new in (", which was just made or was empty,", ""):
+    for place, new in (
+        (others, ", which had only other files,"),
+        (location, ", which was just made or was empty,"),
+        (location, ""),
+    ):
         caplog.clear()
-        run(wanted | {"training.steps": "2"})
+        run(wanted | {"checkpoint.mirror": str(place), "training.steps": "2"})
         (line,) = [one for one in caplog.records if one.message.startswith("mirror: ")]
-        assert line.message.startswith(f"mirror: {location}{new} has no checkpoints, and run.fold")
+        assert line.message.startswith(f"mirror: {place}{new} has no checkpoints, and run.fold")
         assert line.levelname == "INFO"
     run(wanted)
     caplog.clear()

@@ -101,7 +101,8 @@ def test_a_folder_has_one_source_and_settings(
     write_documents(source, documents=3)
     (other := tmp_path / "b.jsonl").write_bytes(source.read_bytes())
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "tokenize", interrupt)
+        patch.setattr(prepare_module, "_RECORD_TOKENS", 1)
+        patch.setattr(prepare_module._Writing, "finish", interrupt)
         status, printed = run()
     assert (status, "the same command continues" in printed) == (130, True)
     tokenizer = save_tokenizer(tmp_path / "own.json", 300)
@@ -125,6 +126,22 @@ def test_a_folder_has_one_source_and_settings(
         assert (status, state in printed) == (0, True)
     write_documents(source, documents=4)
     assert "names, sizes or times of the files of" in run()[1]
+
+
+def test_a_folder_that_has_no_tokens_yet_takes_corrected_settings(
+    run: Run, source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_documents(source, documents=60)
+    status, printed = run("--text-field", "t")
+    assert (status, printed.count("\n")) == (2, 1)
+    corrected = "--validation-fraction", 0
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module._Writing, "finish", interrupt)
+        assert run("--validation-fraction", 0.5)[0] == 130
+    assert (out / "validation-00000.tokens").exists(), "no index lists it"
+    assert run(*corrected)[0] == 0
+    assert run(*corrected, out=tmp_path / "at once")[0] == 0
+    assert content(out) == content(tmp_path / "at once")
 
 
 def test_the_help_shows_no_default_that_is_none(run: Run) -> None:

@@ -5,7 +5,10 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
@@ -20,7 +23,8 @@ from torchtitan_diloco.diagnosis.kinds import ALL, Kind
 from torchtitan_diloco.diagnosis.verdicts import Judge, Observation
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
 from torchtitan_diloco.diloco.reports import STILL_SECONDS
-from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Action, Vitals
+from torchtitan_diloco.diloco.vitals import FULL, HUNG, STOPPED, STUCK, Action, Vitals
+from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.islands.gauges import Gauges
 from torchtitan_diloco.islands.island_reports import (
     EVICTED,
@@ -29,11 +33,14 @@ from torchtitan_diloco.islands.island_reports import (
     Actions,
     IslandReports,
 )
+from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.rules import note as notes
 from torchtitan_diloco.islands.rules.decision import SICK
 from torchtitan_diloco.islands.rules.note import decode_note
+from torchtitan_diloco.islands.runs import FULL_SECONDS, Run
 from torchtitan_diloco.islands.seen import KINDS, code_of, kind_of, reports_of
 from torchtitan_diloco.islands.transfers import Transfers
+from torchtitan_diloco.store import FullError, open_store
 
 USUAL = notes.NotedVitals(compute=0.1, upload=0.5, download=0.2)
 CYCLE = 1.0
@@ -161,6 +168,9 @@ def test_absent_islands_are_named_on_one_clock() -> None:
     run.train(B, says=code_of([f"b: {STUCK}"], "b"))
     run.pass_time(0.3)
     assert reports_of(run.state)["b"].absent == STUCK
+    run.train(B, says=code_of([f"b: {FULL}"], "b"))
+    run.pass_time(1.0)
+    assert reports_of(run.state)["b"].absent == FULL
 
 
 @pytest.mark.parametrize("reason", ["is_idle", "compiles", "waits"])
@@ -225,6 +235,34 @@ def test_transfers_of_a_cycle_are_those_of_all_fragments() -> None:
         pass
     assert transfers.cycle()[0] > 0
     assert transfers.upload_rate > 0
+
+
+def test_a_full_store_is_no_path_that_loses_packets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("torchtitan_diloco.islands.runs.time.monotonic", lambda: now[0])
+    written = WrittenRun()
+    written.rounds(1)
+    with closing(Run(open_store(tmp_path))) as run:
+        reports = IslandReports(Islands(name="a"), Gauges())
+        machine = SimpleNamespace(slot=0, decision=written.state)
+        link = SimpleNamespace(machine=machine, run=run, transfers=Transfers(1), stuck_seconds=12.0)
+        reports.link = cast(Link, link)
+
+        def verdict() -> str:
+            observed = Observation({"a": reports.latest()["a"]}, step=5, now=now[0])
+            return "\n".join(map(str, Judge().hear(observed)))
+
+        assert "Check this path" in verdict()
+        run.say_full(FullError("No space left on device; free some space there"))
+        assert verdict() == (
+            "a has had no room in the store since step 5: its upload has made no progress for 12 "
+            "s. Free space there, or raise the quota of its login. Until then, it trains on, and "
+            "nothing of it is merged."
+        )
+        now[0] += FULL_SECONDS
+        assert "Check this path" in verdict(), "there is room again"
 
 
 def test_an_upload_without_progress_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from torchtitan_diloco.islands.rules import history
 from torchtitan_diloco.islands.rules.names import run_name
 from torchtitan_diloco.islands.rules.note import Note
 from torchtitan_diloco.report.run_history import read_history
-from torchtitan_diloco.store import AwayError
+from torchtitan_diloco.store import AwayError, open_store
 
 SOON = 20.0
 
@@ -189,6 +189,29 @@ def test_a_wrong_location_is_one_line(
         said = capsys.readouterr().err
         assert said.startswith("error: ")
         assert said.count("\n") == 1
+
+
+def test_a_folder_of_other_files_is_no_run_that_has_not_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    location = str(tmp_path)
+    words = (["status"], ["watch"], ["leave", "a"], ["evict", "a"], ["change", "slots", "9"])
+    assert main(["status", "--join", location]) == 0, "an empty folder may be its place"
+    (tmp_path / "a thesis.tex").touch()
+    for remedy in ("give the islands.join of its islands", f"give {tmp_path / 'store'}"):
+        for command in words:
+            capsys.readouterr()
+            assert main([*command, "--join", location]) == USER_ERROR
+            what = f"{location} is not the store of a run, and has other files"
+            assert capsys.readouterr().err == f"error: {what}: {remedy}\n"
+        open_store(tmp_path / "store").close()
+    assert main(["status", "--join", str(tmp_path / "store")]) == 0, "no island has come yet"
+    assert "no run yet" in capsys.readouterr().out
+    run = WrittenRun()
+    run.rounds(1)
+    run.write(tmp_path / "store")
+    (tmp_path / "store" / ".store-id").unlink()
+    assert main(["status", "--join", str(tmp_path / "store")]) == 0, "a copy without the marker"
 
 
 def test_the_commands_do_not_import_torch(tmp_path: Path) -> None:

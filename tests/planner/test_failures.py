@@ -169,7 +169,7 @@ KNOWN = ["--failures", "--chips", "512", "--mtbf", "3y", "--islands", "4"]
 def test_the_documented_answers_are_what_the_command_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plot, docs = tmp_path / "failures.svg", documented()
+    plot, docs = tmp_path / "a new folder" / "failures.svg", documented()
     assert main([*KNOWN, "8", "16", "--plot", str(plot)]) == 0
     answer = capsys.readouterr().out
     for row in ("one job", "elastic data parallelism", r"\* 4 islands"):
@@ -231,7 +231,7 @@ def test_planning_for_failures_needs_neither_torch_nor_matplotlib() -> None:
         ([*KNOWN, "--chips", "3"], "--islands 4: give 2 or more, up to 3 chips"),
         ([*KNOWN, "--checkpoint", "0s"], "--checkpoint 0s: give a time above 0"),
         ([*KNOWN, "--grace", "0s"], "--grace 0s: give more than 0, up to 1h"),
-        ([*KNOWN, "--plot", "/nowhere/x.svg"], "give a new .svg or .png file"),
+        ([*KNOWN, "--plot", "/dev/null/x.svg"], "give a new .svg or .png file"),
     ],
 )
 def test_a_mistake_is_answered_with_one_line(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from tests.report.synthetic import round_records, step_records, write_run
 from torchtitan_diloco.base.hardware import GIB
 from torchtitan_diloco.config import load_config, to_toml
 from torchtitan_diloco.config.loader import shipped_configs
-from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.planner.paper import paper_table
 from torchtitan_diloco.planner.plan import (
     main,
@@ -107,6 +108,25 @@ def test_a_plan_has_as_many_workers_as_the_islands_that_begin(
     text = output(capsys, *plan(*f"--islands.{islands}".split()))
     assert "4 workers x 1 rank" in text
     assert "4 islands in a " in text
+
+
+def test_the_settings_that_an_island_has_saved_can_be_planned_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"islands.join": "store", "islands.name": "a", "islands.begin": "4"}
+    saved = tmp_path / "config.toml"
+    saved.write_text(to_toml(portable(load_config("35m", given))))
+    variant = tmp_path / "variant.toml"
+    text = output(capsys, "--config", str(saved), *KNOWN, "--write", str(variant))
+    assert [*table_of(text, "each of")][1:] == ["4 islands in a folder", "their syncer"]
+    assert "islands" not in variant.read_text()
+    s3 = "--islands.join", "s3://bucket"
+    text = output(capsys, "--config", str(saved), *KNOWN, *s3)
+    assert "4 islands in a provider's bucket" in text
+    write_run(tmp_path, step_records(100), ((), ()), saved.read_text())
+    assert main(["--run", str(tmp_path)]) == 2
+    remedy = f"for one of islands, --config {saved}, --bandwidth and --step-time"
+    assert remedy in capsys.readouterr().err
 
 
 def test_tables_are_written_as_they_are_read(
@@ -209,6 +229,22 @@ def test_given_values_override_measured_ones(
     ):
         words = ["--run", str(tmp_path / "run"), *flags]
         assert re.search(expected.replace("458", "45[0-9.]+"), output(capsys, *words))
+
+
+def test_a_link_that_was_too_fast_to_be_measured_needs_no_buffers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds = [
+        [msgspec.structs.replace(record, received_bits_per_second_from={}) for record in records]
+        for records in round_records(100)
+    ]
+    write_run(tmp_path, step_records(100), rounds, to_toml(load_config("debug")))
+    text = output(capsys, "--run", str(tmp_path))
+    assert "; a link too fast to be measured, latency 50 ms one way" in text
+    assert "streams" not in text
+    text = output(capsys, "--run", str(tmp_path), "--bandwidth", "900Mbit")
+    assert "; 900 Mbit/s, latency 50 ms one way" in text
+    assert "TCP streams" in text
 
 
 def test_runs_without_conditions_are_refused(

@@ -88,6 +88,7 @@ class Copies:
         """`prefix`: of all names. Empty: that of the login."""
         self.location = store.location
         self.is_new_store = store.backend.is_new
+        self.has_other_files = store.backend.has_other_files
         self._store = store
         self._part_bytes = part_bytes
         self._prefix = prefix or store.backend.own_prefix

@@ -72,8 +72,8 @@ class _Seen:
     location: str = ""
     problem: str = ""
     """Why the mirror cannot be used, if so."""
-    is_new: bool = False
-    """Whether nothing was stored there before."""
+    before: str = ""
+    """What was there, if nothing was stored there before."""
     copies: list[Copy] = field(default_factory=list)
 
 
@@ -148,7 +148,7 @@ class Mirror:
         self._copies: Copies | None = None
         self._token = new_identity(world)  # of this start
         self._location = ""
-        self._is_new = False  # nothing was stored there before this start
+        self._before = ""  # what was there, if nothing was stored there before this start
         self._under_way: dict[Path, Future[None]] = {}
         self._begun: Path | None = None
         self._offered: Path | None = None
@@ -178,7 +178,7 @@ class Mirror:
         seen = gather_objects(answer, group)[0]
         self._run = seen.run
         self._location = seen.location
-        self._is_new = seen.is_new
+        self._before = seen.before
         looks = self._is_first and not world.is_first and not seen.problem
         answer = on_all_ranks(group, lambda: self._look(adopts=False) if looks else _Seen())
         of_others = gather_objects(answer, group)
@@ -201,10 +201,9 @@ class Mirror:
         """Log that the run begins anew, as there is no checkpoint that it could go on from."""
         if self._world.is_first:
             # The mirror may have some on a disk that is not mounted.
-            new = ", which was just made or was empty," if self._is_new else ""
             logger.info(
-                f"mirror: {self._location}{new} has no checkpoints, and run.folder has none: the "
-                "run begins anew"
+                f"mirror: {self._location}{self._before} has no checkpoints, and run.folder has "
+                "none: the run begins anew"
             )
 
     def claim(self) -> None:
@@ -230,7 +229,10 @@ class Mirror:
             self._copies = self._open(adopts)
             copies = self._copies
             whole = copies.whole()
-            return _Seen(self._run, copies.location, is_new=copies.is_new_store, copies=whole)
+            before = ", which was just made or was empty," if copies.is_new_store else ""
+            if copies.has_other_files:
+                before = ", which had only other files,"
+            return _Seen(self._run, copies.location, before=before, copies=whole)
         except StoreError as error:
             return _Seen(self._run, problem=str(error))
 

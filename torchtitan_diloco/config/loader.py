@@ -62,13 +62,20 @@ class ConfigError(UserError):
         super().__init__("\n  ".join([f"{count} in the configuration:", *mistakes]))
 
 
-def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -> Config:
-    """Load a TOML file (a path, or a name in train_configs/) with command-line settings on top."""
+def load_config(
+    name_or_path: str, overrides: Mapping[str, str] | None = None, *, location: str = ""
+) -> Config:
+    """Load a TOML file (a path, or a name in train_configs/) with command-line settings on top.
+
+    `location`: `islands.join` of an island whose settings lack it, as those in its folder do.
+    """
     path = find_config(name_or_path)
     tables = _read_file(path) | {COMMAND_LINE: overrides or {}}
     _import_modules(tables)
     values, origins = _merge(tables)
     values["run.name"] = values.get("run.name") or path.stem
+    if values.get("islands.name"):
+        values["islands.join"] = values.get("islands.join") or location
     config: Config = assemble(Config, values)
     chosen = flat_settings(config)
     mistakes = [
@@ -339,8 +346,8 @@ def shipped_configs() -> list[str]:
 # --- command line ---------------------------------------------------------------------------------
 
 
-def from_command_line(words: list[str]) -> Config:
-    """Load the configuration of a command line."""
+def from_command_line(words: list[str], *, location: str = "") -> Config:
+    """Load the configuration of a command line. `location`: as in `load_config`."""
     words_of: dict[str, list[str]] = {}
     values: list[str] | None = None
     for word in words:
@@ -354,7 +361,8 @@ def from_command_line(words: list[str]) -> Config:
     if lacking := [key for key, values in words_of.items() if not values]:
         raise ConfigError([f"{COMMAND_LINE}: --{key}: {_without_value(key)}" for key in lacking])
     settings = {key: " ".join(values) for key, values in words_of.items()}
-    return load_config(settings.pop("config", DEFAULT_CONFIG), settings)
+    config = settings.pop("config", DEFAULT_CONFIG)
+    return load_config(config, settings, location=location)
 
 
 def _without_value(key: str) -> str:

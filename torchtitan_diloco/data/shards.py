@@ -138,21 +138,22 @@ def read_index(path: Path) -> Index:
 
 
 def read_or_begin_index(folder: Path, settings: dict[str, Any]) -> Index:
-    """Return the index of a folder, which must have the same settings, or write a new one."""
+    """Return the index of a folder, which must have the same settings, or write a new one if it
+    lists no tokens."""
     paths = [folder / name for name in (INDEX_NAME, STARTED_NAME) if (folder / name).exists()]
     if not paths:
         names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
         if names:
             reason = f"is not empty ({', '.join(names[:3])}); choose a new folder"
             raise UserError(f"{folder} {reason}")
-        index = Index(FORMAT_VERSION, settings, {split: SplitIndex() for split in SPLITS})
-        write_index(folder / STARTED_NAME, index)
-        return index
+        return _begin_index(folder, settings)
     index = read_index(paths[0])
     if changes := _changes(index.settings, settings):
         state = "was prepared"
         use = "use the same ones"
         if paths[0].name == STARTED_NAME:
+            if not _lists_tokens(index):  # such as after a mistake in the command, now corrected
+                return _begin_index(folder, settings)
             state = "was begun"
             use = "continue it with the same ones"
         raise UserError(
@@ -160,6 +161,26 @@ def read_or_begin_index(folder: Path, settings: dict[str, Any]) -> Index:
             "folder"
         )
     return index
+
+
+def _begin_index(folder: Path, settings: dict[str, Any]) -> Index:
+    """Write an index without tokens. Delete files of tokens that a killed start has not listed."""
+    index = Index(FORMAT_VERSION, settings, {split: SplitIndex() for split in SPLITS})
+    write_index(folder / STARTED_NAME, index)
+    for split in SPLITS:
+        _shard_path(folder, split, 0).unlink(missing_ok=True)
+    return index
+
+
+def _lists_tokens(index: Index) -> bool:
+    """Return whether a folder has tokens that `prepare` would keep."""
+    return any(
+        split.shards or split.partial is not msgspec.UNSET for split in index.splits.values()
+    )
+
+
+def _shard_path(folder: Path, split: Split, number: int) -> Path:
+    return folder / f"{split}-{number:05d}.tokens"
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -244,7 +265,7 @@ class ShardWriter:
 
     @property
     def _path(self) -> Path:
-        return self._folder / f"{self._split}-{len(self._done.shards):05d}.tokens"
+        return _shard_path(self._folder, self._split, len(self._done.shards))
 
     def _continue(self, partial: Partial) -> None:
         size = partial.tokens * self._dtype.itemsize

@@ -14,6 +14,7 @@ class Kind(StrEnum):
     STOPPED = "stopped"
     HUNG = "hung outside communication"
     STUCK = "hung in communication"
+    FULL = "full store"
     LOAD = "busy cores"
     COMPUTE = "slow compute"
     DATA = "slow data"
@@ -46,6 +47,12 @@ WORDS = {
         "hung in communication",
         "hung",
         "Check this path: it may lose packets, perhaps only large ones (its MTU).",
+    ),
+    Kind.FULL: Words(
+        "had no room in the store",
+        "without room in the store",
+        "Free space there, or raise the quota of its login. Until then, it trains on, and nothing "
+        "of it is merged.",
     ),
     Kind.LOAD: Words(
         "been short of CPU cores",

@@ -13,7 +13,7 @@ from functools import partial
 
 from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.islands.config import site_of
-from torchtitan_diloco.islands.reader import COMMAND_PATIENCE
+from torchtitan_diloco.islands.reader import COMMAND_PATIENCE, check_location_of_run
 from torchtitan_diloco.islands.rules import changes as rules
 from torchtitan_diloco.islands.rules.changes import Admit, Change, Evict, Leave
 from torchtitan_diloco.islands.rules.commit import CallFailedError
@@ -115,6 +115,8 @@ class Requests:
             newest = self._decisions.next()
         except MalformedError as error:
             raise UserError(explain_unreadable(run.location, error)) from None
+        if newest is None:
+            check_location_of_run(run.store)
         if newest is None or not newest.is_founded:
             if site := site_of(location):
                 raise UserError(f"{location}: the login of {site} may not do this: {ONLY_OWNER}")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from torchtitan_diloco.diloco.reports import Reports
-from torchtitan_diloco.diloco.vitals import STUCK, Action, Report, Vitals
+from torchtitan_diloco.diloco.vitals import FULL, STUCK, Action, Report, Vitals
 from torchtitan_diloco.islands.config import Islands, change_commands
 from torchtitan_diloco.islands.gauges import Gauges
 from torchtitan_diloco.islands.link import Link
@@ -53,7 +53,8 @@ class IslandReports(Reports):
         mine = Report(self.own_vitals(), flags)
         if stuck := link.stuck_seconds:
             text = f"its upload has made no progress for {stuck:.0f} s"
-            mine = Report(self.own_vitals(), absent=STUCK, evidence=text)
+            absent = FULL if link.run.is_full else STUCK
+            mine = Report(self.own_vitals(), absent=absent, evidence=text)
         return reports | {self.islands.name: mine}
 
     def own_vitals(self) -> Vitals:

@@ -6,8 +6,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.islands.local import STORE
 from torchtitan_diloco.islands.overview import STALE_SECONDS, View, overview
 from torchtitan_diloco.islands.past import past_of
 from torchtitan_diloco.islands.rules import presence
@@ -25,7 +28,8 @@ from torchtitan_diloco.islands.rules.names import (
 from torchtitan_diloco.islands.rules.note import MOST_NOTE, Note, decode_note
 from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands.tables import render
-from torchtitan_diloco.store import AwayError, DamagedObjectError, ListedObject, open_store
+from torchtitan_diloco.store import AwayError, DamagedObjectError, ListedObject, Store, open_store
+from torchtitan_diloco.store.folder import is_store
 
 REFRESH_SECONDS, LONGEST_PAUSE = 1.0, 0.1
 LISTEN_SECONDS = STALE_SECONDS + 0.5
@@ -206,10 +210,23 @@ def open_reader(location: str, *, whole: bool = False) -> Iterator[Reader]:
     try:
         reader = Reader(run, whole=whole)
         reader.read()
+        if reader.decision is None:
+            check_location_of_run(store)
         reader.listen()
         yield reader
     finally:
         run.close()
+
+
+def check_location_of_run(store: Store) -> None:
+    """Raise a UserError if a location without decisions is a folder of other files. One that is
+    empty, or has the marker of a store, may be that of a run that has not begun."""
+    if not store.backend.has_other_files:
+        return
+    remedy = "give the islands.join of its islands"
+    if is_store(inside := Path(store.location) / STORE):
+        remedy = f"give {inside}"
+    raise UserError(f"{store.location} is not the store of a run, and has other files: {remedy}")
 
 
 def print_status(location: str, *, as_json: bool, repeat: bool) -> None:

@@ -53,6 +53,8 @@ class Run:
         themselves."""
         self._said_at = -math.inf
         """When this process last logged that the store is full."""
+        self._full_at = -math.inf
+        """When the store last had no room for an object of this process."""
 
     def drive(
         self, calls: Generator[Call, Any, Result], sleep: Callable[[float], None] = time.sleep
@@ -98,11 +100,16 @@ class Run:
         return None
 
     def say_full(self, error: FullError) -> None:
-        """Log that nothing can be stored, now and then."""
-        now = time.monotonic()
+        """Note that nothing can be stored. Log it now and then."""
+        now = self._full_at = time.monotonic()
         if now - self._said_at >= FULL_SECONDS:
             self._said_at = now
             logger.warning(f"{error}: until then, islands train on, and nothing is merged")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the store has lately had no room for an object of this process."""
+        return time.monotonic() - self._full_at < FULL_SECONDS
 
     def newest(self) -> Decision | None:
         """Return the highest decision, or None if the location is empty."""

@@ -6,7 +6,7 @@ All follows from the newest decision, whose times are on one clock. No decision 
 from collections.abc import Sequence
 
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Report, Vitals, absence
+from torchtitan_diloco.diloco.vitals import FULL, HUNG, STOPPED, STUCK, Report, Vitals, absence
 from torchtitan_diloco.islands.rules import presence
 from torchtitan_diloco.islands.rules.decision import IS_IDLE, Decision, Fate, Seen, Slot
 from torchtitan_diloco.islands.rules.names import name_of
@@ -25,6 +25,7 @@ KINDS = (
     "slow receiving",
     "slow link",
     EVERYBODY,
+    FULL,
 )
 """What a verdict says, the worst first. A note has its place here, plus one, so add others at the
 end."""
@@ -79,21 +80,25 @@ def is_moving(seen: Seen) -> bool:
 def _report(decision: Decision, slot: Slot, seen: Seen) -> Report:
     """Return the report of an island. While it completes no steps, only the time of its downloads
     counts: it may wait for them, and the other values belong to old steps."""
+    says = kind_of(seen.says)
     may_wait = not decision.begun or decision.ended or not seen.step or bool(seen.flags & IS_IDLE)
     absent = absence(
         answers=not is_silent(seen),
         still=seen.still,
         longest=max(presence.SILENT, decision.settings.slot_seconds),
         may_wait=may_wait,
-        is_stuck=kind_of(seen.says) == STUCK,
+        is_stuck=says in (STUCK, FULL),
     )
+    if absent == STUCK:
+        absent = says
     flags = _flags(slot)
-    if kind_of(seen.says) == WRONG:
+    if says == WRONG:
         flags |= NOT_FINITE
     evidence = {
         STOPPED: f"no note of it for {seen.heard:.0f} s",
         HUNG: f"its last step, {seen.step}, was {seen.still:.0f} s ago",
         STUCK: "it says so",
+        FULL: "it says so",
         "": "",
     }
     said = seen.vitals

@@ -35,7 +35,8 @@ def write_plot(path: Path, fleet: Fleet, rules: Sequence[Rules]) -> None:
         axes.grid(axis="y")
         axes.legend(frameon=False)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path)
-        except (OSError, ValueError) as error:  # no such folder, or an unknown format
+        except (OSError, ValueError) as error:  # a folder is a file, or the format is unknown
             reason = f"{error}".splitlines()[0]
             raise UserError(f"--plot {path}: {reason}: give a new .svg or .png file") from error

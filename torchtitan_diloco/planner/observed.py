@@ -1,6 +1,7 @@
 """Link, step times and coding speeds of a run, from the records of its workers."""
 
 import math
+import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,9 +11,6 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.formats import FORMATS
 from torchtitan_diloco.planner.prediction import Conditions, coded_bytes
 from torchtitan_diloco.report.run_records import Run, open_runs
-
-UNLIMITED = 1e12
-"""Bits per second of a link whose transfers were too short to be measured."""
 
 
 def observed_conditions(folder: Path, workers: int) -> Conditions:
@@ -24,7 +22,11 @@ def observed_conditions(folder: Path, workers: int) -> Conditions:
     codec = run.settings.get("diloco.quantization.codec", "")
     has_computed = all(of_worker.get("worker/compute_seconds") for of_worker in totals)
     if not heard_after or not has_computed:
-        raise UserError(f"--run {folder} has measured no links: give a finished run of one job")
+        raise UserError(
+            f"--run {folder} has measured no links: give a finished run of one job; or, for one of "
+            f"islands, --config {shlex.quote(str(folder / 'config.toml'))}, --bandwidth and "
+            "--step-time"
+        )
     if len(run.workers) != workers:
         raise UserError(
             f"--run {folder} has the records of {len(run.workers)} workers: give a run of "
@@ -63,7 +65,8 @@ def _median_rate(measured: Iterable[tuple[float, float]]) -> float:
 
 
 def _slowest_link(run: Run) -> float:
-    """Return the rate of the slowest worker: the sum of its simultaneous transfers, one way."""
+    """Return the rate of the slowest worker: the sum of its simultaneous transfers, one way.
+    Infinity if all of them were too short to be measured."""
     largest = max(record.parameters for worker in run.workers for record in worker.rounds)
     measured = defaultdict[tuple[int, int], list[float]](list)
     for receiver, worker in enumerate(run.workers):
@@ -75,4 +78,4 @@ def _slowest_link(run: Run) -> float:
     for (sender, receiver), rates in measured.items():
         sums["from", sender] += statistics.median(rates)
         sums["to", receiver] += statistics.median(rates)
-    return min((rate or UNLIMITED for rate in sums.values()), default=UNLIMITED)
+    return min((rate or math.inf for rate in sums.values()), default=math.inf)

@@ -26,11 +26,14 @@ if TYPE_CHECKING:
     from torchtitan_diloco.diloco.config import DiLoCoConfig, Link
     from torchtitan_diloco.planner.prediction import Conditions, Workload
 
+LOCATION = "."
+"""Location of islands whose settings have none: only its kind, a folder, changes a plan."""
 _BANDWIDTH = re.compile(r"(\d*\.?\d+)\s*([kmgt]?)(bits?|bytes?|b)(?:ps|/s)?", re.IGNORECASE)
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _SECONDS["y"] = 365 * _SECONDS["d"]
 _LONGEST = 10_000 * _SECONDS["y"]
 _DURATION = re.compile(rf"(\d*\.?\d+)\s*({'|'.join(_SECONDS)})", re.IGNORECASE)
+UNLIMITED = "a link too fast to be measured"
 _PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = list(sys.argv[1:] if arguments is None else arguments)
         if "--failures" in words:
             options, settings = _parse_failures(words)
-            _plan_failures(options, from_command_line(["--config", options.config, *settings]))
+            _plan_failures(options, _load(options, settings))
             return 0
         options, settings = _parse(words)
         if settings and (options.table or options.presets):
@@ -56,11 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print(presets_table(options.gpus, options.mfu))
             return 0
-        _plan(options, from_command_line(["--config", options.config, *settings]))
+        _plan(options, _load(options, settings))
     except (ValueError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _load(options: argparse.Namespace, settings: Sequence[str]) -> Config:
+    return from_command_line(["--config", options.config, *settings], location=LOCATION)
 
 
 def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -225,8 +232,9 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     conditions = _conditions(options, load.workers)
     conditions = replace(conditions, backward_waits=config.run.device == "cpu")
     tried, best = climb(load, conditions, given=config.diloco, wanted=options.utilization)
-    link = f"{quantity(conditions.bits_per_second, 'bit/s')}, latency "
-    link += f"{quantity(conditions.latency_seconds, 's')} one way, steps of "
+    is_limited = conditions.bits_per_second < math.inf
+    link = quantity(conditions.bits_per_second, "bit/s") if is_limited else UNLIMITED
+    link += f", latency {quantity(conditions.latency_seconds, 's')} one way, steps of "
     link += quantity(max(conditions.step_seconds), "s")
     size = f"{load.plan.parameters:,} parameters, {len(blocks_of(load.model))} layers"
     grid = f"{load.workers} workers x {counted(load.ranks, 'rank')}"
@@ -235,7 +243,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     on_gpus = config.run.device != "cpu"
     if on_gpus and options.step_time and (warning := load.peak_warning(options.step_time)):
         print(f"warning: {warning}", file=sys.stderr)
-    if conditions.bytes_in_flight > STREAM_BYTES:
+    if is_limited and conditions.bytes_in_flight > STREAM_BYTES:
         print(f"\n{streams_text(conditions, best.link, load.ranks)}")
     print(f"\n{traffic_text(load, best, tried[best].step_seconds)}")
     if options.write is not None:
@@ -326,7 +334,7 @@ def variant_text(
     name = parent.name
     if parent.parent != CONFIGS_FOLDER or (path.parent / name).exists() or path.name == name:
         name = os.path.relpath(parent.resolve(), path.parent.resolve())
-    before = flat_settings(load_config(config_name))
+    before = flat_settings(load_config(config_name, location=LOCATION))
     lines = [f"# {comment}", f"extends = {format_value(name)}"]
     for key, value in flat_settings(wanted).items():
         if value is None and before[key] is not None:

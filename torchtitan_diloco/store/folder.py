@@ -59,8 +59,11 @@ class Folder(Backend):
         self.path = path.absolute()
         self.location = str(self.path)
         try:
+            # In this order, as another process may make the marker, and then objects, meanwhile.
+            has_files = self.path.is_dir() and any(self.path.iterdir())
+            self.is_new = not is_store(self.path)
+            self.has_other_files = has_files and self.is_new
             if make:
-                self.is_new = not (self.path / MARKER).exists()
                 self.path.mkdir(exist_ok=True)
             self._identity = _identity(self.path)
         except FileExistsError:
@@ -281,6 +284,11 @@ class Folder(Backend):
                 f"{place}: {error.strerror}: the name of an object cannot be the folder of another"
             )
         return PassingError(f"{place}: {error.strerror}")
+
+
+def is_store(path: Path) -> bool:
+    """Return whether a folder has the marker of a store, whatever is stored there."""
+    return (path / MARKER).exists()
 
 
 def _transfer(

@@ -124,6 +124,8 @@ class Backend(ABC):
     """Prefix below which this login may write, if it has one only."""
     is_new: bool = False
     """Whether nothing was stored here before, as far as is known."""
+    has_other_files: bool = False
+    """Whether there are files that are no objects, although nothing was stored here before."""
 
     @abstractmethod
     def create(self, name: str, content: Sealed, *, large: bool, durable: bool) -> bool:

@@ -105,13 +105,17 @@ def test_the_first_decision_has_none_before_it() -> None:
 
 def test_a_decision_after_one_that_is_gone_is_withdrawn() -> None:
     """The store was put back: objects that it names may be missing."""
-    withdraw: list[tuple[Call, Any]] = [
-        (Delete(NOW), LATE),
-        (Sleep(RETRY), None),
-        (Delete(NOW), None),
-    ]
-    with pytest.raises(WentBackError, match="restart the syncer and all islands"):
-        drive(commit(7, MINE), (CREATE, True), *MISSING, *MISSING, *MISSING, *withdraw)
+    for left, message in (
+        ([run_name(4), NOW], "restart the syncer and all islands"),
+        (["run/x", NOW], "the store was emptied .* with --islands.found true"),
+    ):
+        look: tuple[Call, Any] = (List("run/"), left)
+        withdraw: list[tuple[Call, Any]] = [
+            *(look, (Delete(NOW), LATE), (Sleep(RETRY), None)),
+            *(look, (Delete(NOW), None)),
+        ]
+        with pytest.raises(WentBackError, match=message):
+            drive(commit(7, MINE), (CREATE, True), *MISSING, *MISSING, *MISSING, *withdraw)
 
 
 def test_the_highest_decision_is_read_as_a_number() -> None:
@@ -150,6 +154,15 @@ def test_a_store_that_was_put_back_is_an_error_for_people() -> None:
     assert reader.is_lower
     with pytest.raises(WentBackError, match="decision 5 was read, and the highest is 4"):
         drive(reader.read(LIST_SECONDS + WENT_BACK_SECONDS), older)
+
+
+def test_a_store_that_was_emptied_is_said_to_be_empty() -> None:
+    reader = reader_at(5)
+    nothing: tuple[Call, Any] = (List("run/"), ["run/x"])
+    assert drive(reader.read(LIST_SECONDS), nothing) is None, "a list may be late"
+    remedy = "there is none now: the store was emptied .* with --islands.found true"
+    with pytest.raises(WentBackError, match=remedy):
+        drive(reader.read(LIST_SECONDS + WENT_BACK_SECONDS), nothing)
 
 
 class Watch:

@@ -32,7 +32,10 @@ class Shown:
 
 
 class Board(ABC):
-    """Shows the numbers of one worker. Nothing here may wait for a network for long."""
+    """Shows the numbers of one worker. Nothing here may wait for a network for long.
+
+    Training goes on after an error, and the next call is made as usual.
+    """
 
     @abstractmethod
     def add(self, step: int, values: Mapping[str, float]) -> None:
@@ -97,6 +100,6 @@ class GuardedBoard(Board):
                 kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
                 logger.warning(
                     f"{self._name}: {kind}{cause_of(error)}; its curves have gaps, the records "
-                    "have all numbers"
+                    "do not depend on it"
                 )
             self._failed = True

@@ -108,7 +108,8 @@ class MLflow(Board):
 
     def _fail(self, reason: str) -> None:
         if not self._failed:
-            logger.warning(f"MLflow: {reason}; its curves have gaps, the records have all numbers")
+            gaps = "its curves have gaps, the records do not depend on it"
+            logger.warning(f"MLflow: {reason}; {gaps}")
         self._failed = True
 
 

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 from torchtitan_diloco.islands.rules.decision import Decision, decode_decision
-from torchtitan_diloco.islands.rules.founding import WentBackError
+from torchtitan_diloco.islands.rules.founding import EmptiedError, WentBackError
 from torchtitan_diloco.islands.rules.names import RUN, run_name, run_number
 from torchtitan_diloco.islands.rules.presence import most_listened
 
@@ -73,14 +73,16 @@ def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
 
     `content`: bytes that no other syncer writes. The number may be free because it is old, since
     only the newest decisions are kept. It therefore counts only if no higher one is listed
-    afterwards. If the decision before it is missing, the store was restored to an older copy: it is
-    withdrawn, as objects that it names may be missing, and a WentBackError is raised.
+    afterwards. If the decision before it is missing, the store was restored to an older copy, or
+    emptied. It is withdrawn, as objects that it names may be missing: a WentBackError is raised.
     """
     name, before = run_name(number), run_name(number - 1)
     went_back = False
+    left = list[str]()
     while True:
         try:
             if went_back:
+                left = yield List(RUN)
                 yield Delete(name)
                 break
             if not (yield Create(name, content)):
@@ -95,7 +97,9 @@ def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
             went_back = True
         except CallFailedError:
             yield Sleep(RETRY)
-    raise WentBackError(f"decision {number - 1} is no longer stored")
+    is_empty = all(other == name or run_number(other) is None for other in left)
+    kind = EmptiedError if is_empty else WentBackError
+    raise kind(f"decision {number - 1} is no longer stored")
 
 
 LIST_SECONDS = 5.0
@@ -137,6 +141,8 @@ class Reader:
         if highest < known:
             self._lower_since = min(self._lower_since, now)
             if now - self._lower_since >= WENT_BACK_SECONDS:
+                if not numbers:
+                    raise EmptiedError(f"decision {known} was read, and there is none now")
                 raise WentBackError(f"decision {known} was read, and the highest is {highest}")
             return None
         self._lower_since = math.inf

@@ -45,11 +45,22 @@ Facts: TypeAlias = Mapping[str, str]
 class WentBackError(UserError):
     """The store was restored to an older state."""
 
+    what_happened = (
+        "the store was restored to an older copy while the run was active; restart the syncer and "
+        "all islands, which then continue from that copy"
+    )
+
     def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"{reason}: the store was restored to an older copy while the run was active; restart "
-            "the syncer and all islands, which then continue from that copy"
-        )
+        super().__init__(f"{reason}: {self.what_happened}")
+
+
+class EmptiedError(WentBackError):
+    """The store has no decision any more."""
+
+    what_happened = (
+        "the store was emptied while the run was active; put back a copy of it, or restart the "
+        "syncer, and then first the island with the newest checkpoint, with --islands.found true"
+    )
 
 
 class SlotStart(msgspec.Struct, array_like=True, frozen=True):
