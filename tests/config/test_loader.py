@@ -190,6 +190,11 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
             "is a list of tables, each of which begins with [[data.phases]]",
         ),
         ("run.folder", "~nobody-here/x", ": give a full path"),
+        (
+            "data.corpus",
+            "gr\udcfc.txt",
+            "in which settings are saved: rename the file or the folder",
+        ),
         ("data.corpus", "docs,~nobody-here/*.txt", ": give a full path"),
     ],
 )

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from torchtitan_diloco.base.registry import Entry, OneOf, find
-from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.base.user import NOT_UTF8, UserError, is_utf8
 
 NAMES = {
     "`int`": "a whole number",
@@ -143,6 +143,8 @@ def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
         raise UserError(f"expected {expected}{_number_meant(value, expected)}") from None
     if (named := entries_of(kind)) and isinstance(converted, str) and not find(named, converted):
         raise _not_a_choice(value, kind)
+    if isinstance(converted, str) and not is_utf8(converted):
+        raise UserError(NOT_UTF8)
     if isinstance(converted, float) and math.isnan(converted):
         raise UserError("expected a number, which nan is not")
     if isinstance(converted, int | float) and not abs(converted) < 2**63:
