@@ -172,6 +172,8 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
         ("training.steps", "1" * 400, ": expected a number that fits in 64 bits"),
         ("training.z_loss", "inf", ": expected a number that fits in 64 bits"),
         ("optimizer.lr", "1e400", ": expected a number that fits in 64 bits"),
+        ("model.vocab_size", "9" + 18 * "0", ": expected a whole number <= 1073741824"),
+        ("model.width", "9" + 18 * "0", ": expected a whole number <= 1073741824"),
         ("optimizer.lr", "101", ": expected a number <= 100.0"),
         ("optimizer.lr", "nan", ": expected a number > 0.0"),
         ("training.tokens", "1M", ": expected a whole number; did you mean 1e6?"),
