@@ -232,8 +232,14 @@ def nearest(key: str, known: Iterable[str]) -> str:
 def check_class(section: object, key: str, kind: type[Section]) -> None:
     """Raise a TypeError if an argument is not a section of this class."""
     if not isinstance(section, kind):
-        given = f"the class {section.__name__}" if isinstance(section, type) else type(section)
-        raise TypeError(f"{key}: must be {kind.__name__}(...), not {given}")
+        raise TypeError(f"{key}: must be {kind.__name__}(...), not {kind_of(section)}")
+
+
+def kind_of(argument: object) -> str:
+    """Describe what was passed instead of an instance of a class: its type, or which class."""
+    if isinstance(argument, type):
+        return f"the class {argument.__name__}"
+    return str(type(argument))
 
 
 def raise_mistakes(mistakes: Iterable[tuple[str, str]], **sections: Section) -> None:
