@@ -30,3 +30,20 @@ def test_a_trace_that_cannot_be_written_does_not_end_training(
     export.assert_called_once()
     failures = [line for line in caplog.messages if "could not be written" in line]
     assert len(failures) == (error is not None)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [(2, "profile of 2 steps: "), (9, "3 steps, as training ends before profiling.steps = 9: ")],
+)
+def test_a_profile_says_how_many_steps_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, expected: str
+) -> None:
+    caplog.set_level("INFO")
+    settings = Profiling(start=2, steps=steps)
+    with build_profiler(settings, tmp_path, ALONE) as profiler:
+        assert profiler is not None
+        for _ in range(5):
+            profiler.step()
+    (line,) = caplog.messages
+    assert expected in line

@@ -78,7 +78,7 @@ def test_a_vocabulary_is_that_of_the_tokenizer_that_is_given_later(tmp_path: Pat
 def test_values_on_the_command_line() -> None:
     words = "--config=35m --training.tokens 25e9 --optimizer.lr=1 --run.seed"
     words += " 4 --run.seed=5 --run.name=--x --training.global_batch_size none"
-    words += " --diloco.fragments.pattern sequential --run.description 7 8 --run.deterministic true"
+    words += " --diloco.fragments.pattern sequential --run.description 78 --run.deterministic true"
     words += " --data.shuffle=False --optimizer.weight_decay 0.3 --data.source="
     config = from_command_line(words.split())
     training, run = config.training, config.run
@@ -87,7 +87,7 @@ def test_values_on_the_command_line() -> None:
     assert isinstance(training.tokens, int)
     assert training.global_batch_size is None
     assert (config.model.flavor, config.optimizer.lr) == ("35m", 1)
-    assert (run.name, run.seed, run.description) == ("--x", 5, "7 8")
+    assert (run.name, run.seed, run.description) == ("--x", 5, "78")
     assert (run.deterministic, config.data.shuffle, config.data.source) == (True, False, "")
     assert config.optimizer.weight_decay == 0.3
     assert config.diloco.fragments.pattern == "sequential"
@@ -140,6 +140,10 @@ def test_a_length_that_is_none_is_refused(given: str) -> None:
         ("training.steps 3", "give settings as --section.key VALUE"),
         ("--training.steps --run.seed 3", "--training.steps: needs a value"),
         ("--config", "--config: needs a value"),
+        ("--run.folder a b", "b: has no key, as --run.folder takes one value: .* in quotes$"),
+        ("--config a.toml b", "b: has no key, as --config takes one value"),
+        ("--run.foldr a b", r"unknown key; did you mean run.folder\?"),
+        ("--compile", r"--compile: is a section: write .*, or --compile.KEY VALUE; compile has"),
         ("--no-such-flag", "--no-such-flag: unknown key; .*--help all` lists all keys"),
         ("--training.stps", r"--training.stps: unknown key; did you mean training.steps\?"),
         ("--training.steps -3", "expected a whole number >= 0"),
@@ -168,6 +172,8 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
         ("training.steps", "1" * 400, ": expected a number that fits in 64 bits"),
         ("training.z_loss", "inf", ": expected a number that fits in 64 bits"),
         ("optimizer.lr", "1e400", ": expected a number that fits in 64 bits"),
+        ("model.vocab_size", "9" + 18 * "0", ": expected a whole number <= 1073741824"),
+        ("model.width", "9" + 18 * "0", ": expected a whole number <= 1073741824"),
         ("optimizer.lr", "101", ": expected a number <= 100.0"),
         ("optimizer.lr", "nan", ": expected a number > 0.0"),
         ("training.tokens", "1M", ": expected a whole number; did you mean 1e6?"),
@@ -186,6 +192,11 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
             "is a list of tables, each of which begins with [[data.phases]]",
         ),
         ("run.folder", "~nobody-here/x", ": give a full path"),
+        (
+            "data.corpus",
+            "gr\udcfc.txt",
+            "in which settings are saved: rename the file or the folder",
+        ),
         ("data.corpus", "docs,~nobody-here/*.txt", ": give a full path"),
     ],
 )
@@ -222,7 +233,9 @@ def test_all_mistakes_are_listed_with_their_origin(tmp_path: Path) -> None:
         ("extends = 'a.toml'\n", "must be the name of one other TOML file"),
         ("extends = 3\n", "must be the name of one other TOML file"),
         ("extends = 'b.toml'\n", "no such file"),
-        ("compile = 3\n", "compile = 3: unknown key; compile has enable"),
+        ("compile = 3\n", "compile = 3: is a section: write [compile] in a file, or --compile.KEY"),
+        ("[[compile]]\nenable = true\n", "is a section: write [compile] in a file"),
+        ("[diloco]\nlink = 3\n", "diloco.link = 3: is a section: write [diloco.link] in a file"),
         ("training.steps = 1979-05-27\n", '"1979-05-27": expected a whole number'),
         ("training.steps = '5'\n", '"5": expected a whole number'),
         ("run.name = 5\n", "run.name = 5: expected text, in quotes"),

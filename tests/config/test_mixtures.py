@@ -2,7 +2,13 @@
 
 import pytest
 
-from torchtitan_diloco.config import ConfigError, load_config, parse_config, to_toml
+from torchtitan_diloco.config import (
+    ConfigError,
+    from_command_line,
+    load_config,
+    parse_config,
+    to_toml,
+)
 
 
 @pytest.mark.parametrize(
@@ -12,6 +18,8 @@ from torchtitan_diloco.config import ConfigError, load_config, parse_config, to_
         ({"data.mixture": "a=nan"}, 'the weight of "a" is "nan": expected a number'),
         ({"data.mixture": "a=0 b=0"}, "all weights are 0"),
         ({"data.mixture": "a"}, "give NAME=VALUE pairs"),
+        ({"data.mixture": "my web=1"}, "my: give NAME=VALUE pairs, such as data/web=0.7"),
+        ({"data.mixture": "my web=1"}, "quote a name with spaces once more, such as "),
         ({"data.mixture": "it's=1"}, ": no closing quotation: write each quote and each"),
         ({"data.mixture": "a=1 b=1 a=2"}, "a is given several times, as 1 and 2: give each name"),
         ({"data.mixture": "a=1 b=x"}, 'the weight of "b" is "x": expected a number'),
@@ -45,6 +53,21 @@ def test_bad_mixtures_are_one_line_each(changes: dict[str, str], message: str) -
     with pytest.raises(ConfigError) as refusal:
         load_config("debug", changes)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["my web.jsonl=3", "b=1"],
+        ["'my web.jsonl'=3", "b=1"],
+        ["'my web.jsonl'=3 b=1"],
+        ["{'my web.jsonl'", "=", "3,", "b=1}"],
+    ],
+)
+def test_names_in_a_mixture_may_have_spaces(words: list[str]) -> None:
+    """Quotes of the shell are enough if there are several pairs."""
+    config = from_command_line(["--config", "debug", "--data.mixture", *words])
+    assert config.data.mixture == {"my web.jsonl": 3.0, "b": 1.0}
 
 
 def test_a_mixture_survives_the_saved_configuration() -> None:

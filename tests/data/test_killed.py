@@ -225,13 +225,13 @@ def die_after(pieces: int) -> None:
     setattr(ShardWriter, "add", add_and_die)  # noqa: B010
 
 
-def test_an_interrupt_from_the_keyboard_is_one_line(folder: Path, tmp_path: Path) -> None:
-    """It goes to all processes of the terminal."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_is_one_line(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """That of the keyboard goes to all processes of the terminal. Nothing is left."""
     tokenizer = save_tokenizer(tmp_path / "own.json", 300)
     options = ["--source", folder, "--tokenizer", tokenizer, *OPTIONS, "--out", tmp_path / "out"]
-    interrupt = signal.SIGINT
-    children, done = killed("add", 30, *options, "--processes", 2, number=interrupt)
-    assert done.returncode == 130
+    children, done = killed("add", 30, *options, "--processes", 2, number=number)
+    assert done.returncode == 128 + number
     assert done.stderr == f"\ninterrupted; the same command continues {tmp_path / 'out'}\n"
     assert len(children) == 2
     assert not any(map(is_running, children))

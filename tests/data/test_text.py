@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtitan_diloco.data.text as text_module
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.data.pieces import (
     BEGINNING,
     PIECE_CHARACTERS,
@@ -100,7 +101,7 @@ FINE = b'{"text": "fine"}\n'
             r", line 2: not JSON \(.* digits.*: correct or delete the line\..*",
         ),
         ("a.txt", bytes(range(256)), " is not UTF-8 .* or leave it out if it is no text"),
-        ("a.jsonl", FINE + b'{"text": "gr\xfc"}', " is not UTF-8 .* byte 0xfc"),
+        ("a.jsonl", FINE + b'{"text": "gr\xfc"}', ", line 2 is not UTF-8 .* byte 0xfc"),
         (
             "a.jsonl",
             FINE + b'{"b": "a", "id": 3}',
@@ -118,6 +119,13 @@ def test_damage_is_named_by_file_and_line(
 
 
 # --- corpora of files ---
+
+
+@pytest.mark.parametrize("name", ["gr\udcfc.txt", "a.txt,gr\udcfc/*.txt"])
+def test_a_name_in_another_encoding_is_refused(name: str) -> None:
+    """The index and the checkpoints of a run could not contain it."""
+    with pytest.raises(UserError, match=r"gr\\udcfc.* is not text in UTF-8, .*: rename the file"):
+        open_corpus(name)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.diloco.toy import Net, alone, config, inner_step, join, parameters, sgd, start, train
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.tensors import local_of, shard_rows
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco import (
     Beginning,
     Fragments,
@@ -198,6 +199,25 @@ def test_a_saved_state_starts_other_loops_and_not_other_models() -> None:
     model.gain = nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match=r"gain is \(2,\) here and \(1,\) there"):
         StreamingDiLoCo(model, None, config(2)).load_state(saved)
+
+
+def test_what_is_no_saved_state_is_refused() -> None:
+    outer, _, _ = alone(config(2))
+    saved = outer.state_dict()
+    others: list[Any] = [
+        {},
+        None,
+        [],
+        outer.global_state_dict(),
+        saved | {"facts": {"step": 3}},
+        saved | {"facts": None},
+        saved | {"tensors": [1]},
+        saved | {"tensors": {"outer/gain": "x"}},
+    ]
+    for other in others:
+        with pytest.raises(UserError, match=r"must be what StreamingDiLoCo.state_dict\(\) has ret"):
+            outer.load_state_dict(other)
+    assert outer.load_state_dict(saved) == []
 
 
 def test_a_new_worker_follows_what_was_in_flight_when_it_joined() -> None:

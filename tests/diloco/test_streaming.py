@@ -283,6 +283,16 @@ def test_hundreds_of_syncs_leave_memory_where_it_was(processes: ProcessPool) -> 
         assert later - warm < 16_000, "KiB"
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "given"),
+    [("adamw", "<class 'str'>"), (torch.optim.AdamW, "the class AdamW"), ([], "<class 'list'>")],
+)
+def test_what_is_no_optimizer_is_refused(optimizer: Any, given: str) -> None:
+    message = f"optimizer: must be the inner torch.optim.Optimizer, or None, not {given}"
+    with pytest.raises(TypeError, match=message):
+        StreamingDiLoCo(Net(), None, config(), optimizer=optimizer)
+
+
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0])
 def test_a_weight_that_is_no_share_is_refused(weight: float) -> None:
     outer, *_ = alone(config())

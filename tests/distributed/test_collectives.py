@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -190,6 +191,21 @@ def _save_and_stop(signalled_rank: int) -> tuple[list[int], int, list[float]]:
 
 def test_all_ranks_save_and_stop_after_the_same_step_when_one_asks(processes: ProcessPool) -> None:
     assert processes.run(_save_and_stop, 3, 2) == [([7], 19, [3, 33, 63])] * 3
+
+
+def _begin_late(arrival: Path) -> bool:
+    """Begin to handle signals, later on rank 0, and return whether rank 0 has arrived."""
+    world = join(1)
+    if world.rank == 0:
+        time.sleep(0.5)
+        arrival.touch()
+    with StopRequest(world):
+        return arrival.exists()
+
+
+def test_no_rank_handles_signals_before_all_can(processes: ProcessPool, tmp_path: Path) -> None:
+    """Ctrl-C before that ends all of them, and none of them reports that another one is lost."""
+    assert processes.run(_begin_late, 2, tmp_path / "arrival") == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,14 @@ from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.founding import Founding
 from torchtitan_diloco.islands.rules.island import Island
+from torchtitan_diloco.islands.rules.presence import SILENT
+from torchtitan_diloco.islands.rules.syncer import Syncer
 from torchtitan_diloco.islands.waiting import (
     Waiting,
     at_boundary,
     before_start,
     obstacle,
+    of_syncer,
     say_end,
 )
 from torchtitan_diloco.store import AwayError, FullError, Store, open_store
@@ -125,6 +128,41 @@ def test_the_store_and_the_syncer_come_first() -> None:
     assert command.endswith("islands sync /shared/run`, if none is running")
     alone = island(None)
     assert obstacle(link(alone, away=0.1, heard=1e9), "it") == "it", "nobody has begun the run"
+
+
+def test_what_a_syncer_waits_for() -> None:
+    def awaited(state: Decision | None, listened: float = 0.0) -> str:
+        machine = Syncer(None, "session", 0.0, 0.0)
+        machine.state = state
+        machine.presence.listened = listened
+        return of_syncer(machine, "/shared/run")
+
+    assert awaited(None) == "islands in /shared/run"
+    unfounded = founded(())
+    unfounded.fragments, unfounded.founder = [], B
+    assert awaited(unfounded) == "the first copies of island b in /shared/run"
+    waits = founded((A,), start_with=3, slots=4)
+    waits.begun = False
+    assert awaited(waits).startswith("more islands: 1 of the 3 that start together")
+    trains = founded((A, B))
+    assert awaited(trains) == ""
+    assert awaited(trains, listened=SILENT + 1.0) == "islands in /shared/run"
+    trains.ended = True
+    assert awaited(trains, listened=SILENT + 1.0) == ""
+
+
+def test_a_syncer_that_is_alone_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "STILL_SECONDS", 0.02)
+    monkeypatch.setattr(waiting, "LATE_SECONDS", 0.01)
+    store = tmp_path / "store"
+    with syncer(store, tmp_path / "scratch"):
+        until = time.monotonic() + PATIENCE
+        while not caplog.messages:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    assert caplog.messages[0] == f"the syncer: waiting since 0 s for islands in {store}"
 
 
 def test_a_run_that_is_over_says_what_can_be_done(

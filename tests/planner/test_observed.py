@@ -59,6 +59,29 @@ def test_the_rate_of_a_link_is_that_of_all_ranks_of_a_worker(
     assert conditions.bits_per_second == pytest.approx(8 * LEAST_LINK_BYTES * (1 + 2))
 
 
+@pytest.mark.parametrize("damage", [None, 0, "ten"])
+@pytest.mark.parametrize("name", ["worker/steps", "worker/compute_seconds"])
+def test_records_without_numbers_of_steps_are_named(
+    tmp_path: Path, name: str, damage: object
+) -> None:
+    """A single damaged record changes little."""
+    steps = step_records(100)
+    write_run(tmp_path / "whole", steps, round_records(100))
+    whole = observed_conditions(tmp_path / "whole", WORKERS)
+    write_run(tmp_path / "one", [steps[0] | {name: damage}, *steps[1:]], round_records(100))
+    one = observed_conditions(tmp_path / "one", WORKERS)
+    assert one.step_seconds == pytest.approx(whole.step_seconds, rel=0.2)
+    write_run(tmp_path / "none", [step | {name: damage} for step in steps], round_records(100))
+    with pytest.raises(UserError, match=r"none has measured no times of steps: give a finished"):
+        observed_conditions(tmp_path / "none", WORKERS)
+
+
+def test_a_run_without_spreads_has_no_jitter(tmp_path: Path) -> None:
+    steps = [step | {"worker/compute_spread": None} for step in step_records(100)]
+    write_run(tmp_path, steps, round_records(100))
+    assert observed_conditions(tmp_path, WORKERS).jitter == 0
+
+
 def test_folders_that_were_copied_without_the_config_of_the_run(tmp_path: Path) -> None:
     """Two workers code as much in all formats, so theirs need not be known."""
     for workers in (2, 3):

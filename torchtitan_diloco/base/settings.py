@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from torchtitan_diloco.base.registry import Entry, OneOf, find
-from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.base.user import NOT_UTF8, UserError, is_utf8
 
 NAMES = {
     "`int`": "a whole number",
@@ -143,6 +143,8 @@ def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
         raise UserError(f"expected {expected}{_number_meant(value, expected)}") from None
     if (named := entries_of(kind)) and isinstance(converted, str) and not find(named, converted):
         raise _not_a_choice(value, kind)
+    if isinstance(converted, str) and not is_utf8(converted):
+        raise UserError(NOT_UTF8)
     if isinstance(converted, float) and math.isnan(converted):
         raise UserError("expected a number, which nan is not")
     if isinstance(converted, int | float) and not abs(converted) < 2**63:
@@ -230,8 +232,14 @@ def nearest(key: str, known: Iterable[str]) -> str:
 def check_class(section: object, key: str, kind: type[Section]) -> None:
     """Raise a TypeError if an argument is not a section of this class."""
     if not isinstance(section, kind):
-        given = f"the class {section.__name__}" if isinstance(section, type) else type(section)
-        raise TypeError(f"{key}: must be {kind.__name__}(...), not {given}")
+        raise TypeError(f"{key}: must be {kind.__name__}(...), not {kind_of(section)}")
+
+
+def kind_of(argument: object) -> str:
+    """Describe what was passed instead of an instance of a class: its type, or which class."""
+    if isinstance(argument, type):
+        return f"the class {argument.__name__}"
+    return str(type(argument))
 
 
 def raise_mistakes(mistakes: Iterable[tuple[str, str]], **sections: Section) -> None:

@@ -49,6 +49,19 @@ def has_home(path: str) -> bool:
     return True
 
 
+NOT_UTF8 = "is not text in UTF-8, in which settings are saved: rename the file or the folder"
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text of the command line can be saved. The name of a file in another
+    encoding cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def no_run(folder: Path, lacking: str) -> UserError:
     """Return the error of a command that finds no run in a folder, which has no `lacking`."""
     reason = "it does not exist"

@@ -154,7 +154,9 @@ def add_totals(totals: Totals, record: Mapping[str, Any]) -> None:
 
     Means are weighted with the steps of the record.
     """
-    steps = record.get("worker/steps") or 1.0
+    steps = record.get("worker/steps")
+    if not _is_number(steps) or not steps > 0:
+        steps = 1.0
     steps_so_far = totals.get("worker/steps", 0.0) + steps
     for name, merge in OVER_STEPS.items():
         value = record.get(name)

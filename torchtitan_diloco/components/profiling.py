@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from torchtitan_diloco.base.formatting import counted
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.config.schema import Profiling
 from torchtitan_diloco.distributed.world import World
@@ -26,7 +27,11 @@ def build_profiler(
         except (OSError, RuntimeError) as error:
             logger.error(f"the profile {path} could not be written ({error}); training continues")
             return
-        logger.info(f"profile of {config.steps} steps: {path}")
+        profiled = profiler.step_num - config.start
+        text = counted(profiled, "step")
+        if profiled < config.steps:
+            text = f"{text}, as training ends before profiling.steps = {config.steps}"
+        logger.info(f"profile of {text}: {path}")
 
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     skip = config.start - 1

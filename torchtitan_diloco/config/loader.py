@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -181,7 +181,7 @@ def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dic
 def _convert(key: str, value: Any, *, is_word: bool) -> Any:
     """Return the value with the type of its setting, or raise a ValueError with a remedy."""
     if key not in TYPES:
-        raise UserError(f"unknown key{_hint(key)}")
+        raise UserError(f"{_what_it_is(key)}{_hint(key)}")
     kind = TYPES[key]
     if is_word and value.lower() == "none" and types.NoneType in get_args(kind):
         return None
@@ -272,7 +272,10 @@ def _parse_pairs(text: str) -> dict[str, str]:
     """Parse NAME=VALUE pairs with spaces between them."""
     pairs = [word.rpartition("=") for word in _split_words(text)]
     if wrong := [value for name, _, value in pairs if not name]:
-        raise UserError(f"{wrong[0]}: give NAME=VALUE pairs, such as data/web=0.7 data/code=0.3")
+        raise UserError(
+            f"{wrong[0]}: give NAME=VALUE pairs, such as data/web=0.7 data/code=0.3, and quote a "
+            "name with spaces once more, such as \"'my data/web'=0.7\""
+        )
     names = [name for name, _, _ in pairs]
     if repeated := [name for name in names if names.count(name) > 1]:
         values = " and ".join(value for name, _, value in pairs if name == repeated[0])
@@ -280,8 +283,16 @@ def _parse_pairs(text: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+def _what_it_is(key: str) -> str:
+    """Say that a key is no setting: a section, or unknown."""
+    if any(known.startswith(f"{key}.") for known in TYPES):
+        return f"is a section: write [{key}] in a file, or --{key}.KEY VALUE"
+    return "unknown key"
+
+
 def _hint(key: str) -> str:
-    """Return a hint about an unknown key: a similar key of its section, or else all its keys."""
+    """Return a hint about a key that is no setting: a similar key of its section, or else all its
+    keys."""
     sections = {known.rpartition(".")[0] for known in TYPES}
     given, _, name = (key, "", "") if key in sections else key.rpartition(".")
     if given and name == EXTENDS:
@@ -360,11 +371,36 @@ def from_command_line(words: list[str], *, location: str = "") -> Config:
             values.append(word)
     if lacking := [key for key, values in words_of.items() if not values]:
         raise ConfigError([f"{COMMAND_LINE}: --{key}: {_without_value(key)}" for key in lacking])
-    settings = {key: " ".join(values) for key, values in words_of.items()}
+    if mistakes := [*_surplus_words(words_of)]:
+        raise ConfigError(mistakes)
+    settings = {key: _join_items(values) for key, values in words_of.items()}
     config = settings.pop("config", DEFAULT_CONFIG)
     return load_config(config, settings, location=location)
 
 
+def _surplus_words(words_of: Mapping[str, list[str]]) -> Iterator[str]:
+    """Yield a mistake for each known setting that has several words and takes a single value."""
+    for key, words in words_of.items():
+        takes_one = key == "config" or key in TYPES.keys() - {*LISTS, *TABLES}
+        if takes_one and len(words) > 1:
+            yield (
+                f"{COMMAND_LINE}: {words[1]}: has no key, as --{key} takes one value: give "
+                "settings as --section.key VALUE, and a value with spaces in quotes"
+            )
+
+
+def _join_items(words: list[str]) -> str:
+    """Join the words of a setting, of which a list or a table may have several. What a shell made
+    one word stays one, unless the words are a value in TOML."""
+    if len(words) == 1 or words[0].startswith(("[", "{")):
+        return " ".join(words)
+    # A word that begins with a quote still has quotes of its own.
+    is_bare = [" " in word and not word.startswith(("'", '"')) for word in words]
+    return " ".join(
+        shlex.quote(word) if bare else word for word, bare in zip(words, is_bare, strict=True)
+    )
+
+
 def _without_value(key: str) -> str:
     known = key == "config" or key in TYPES
-    return f"needs a value: --{key} VALUE" if known else f"unknown key{_hint(key)}"
+    return f"needs a value: --{key} VALUE" if known else f"{_what_it_is(key)}{_hint(key)}"

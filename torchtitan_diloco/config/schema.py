@@ -53,6 +53,10 @@ class Run:
     """Device type. `auto`: CUDA if there is a GPU, otherwise the CPU."""
 
 
+Dimension = Annotated[int, Meta(ge=1, le=2**30)]
+"""Size of a model in one direction. The bytes of a matrix have to fit in 64 bits."""
+
+
 @dataclass(frozen=True)
 class Model:
     """Model architecture: a named shape, and changes to it."""
@@ -66,19 +70,19 @@ class Model:
     weights: str = ""
     """Initial weights of a new run: an exported folder, a transformers folder or torchtitan
     checkpoint (DCP) with a Qwen3 or Llama, or a safetensors file. Empty: random."""
-    layers: Positive | None = None
+    layers: Dimension | None = None
     """Number of transformer blocks. This and the following settings override the flavor."""
-    width: Positive | None = None
+    width: Dimension | None = None
     """Width of the residual stream."""
-    heads: Positive | None = None
+    heads: Dimension | None = None
     """Number of attention heads."""
-    kv_heads: Positive | None = None
+    kv_heads: Dimension | None = None
     """Number of key and value heads. Each serves `heads` / `kv_heads` query heads."""
-    head_dim: Positive | None = None
+    head_dim: Dimension | None = None
     """Width of one attention head."""
-    feed_forward: Positive | None = None
+    feed_forward: Dimension | None = None
     """Hidden width of the feed-forward layer."""
-    vocab_size: Positive | None = None
+    vocab_size: Dimension | None = None
     """Rows of the embedding. Not set, or set before `data.tokenizer` was (as by a preset): the
     size of the tokenizer's vocabulary, rounded up to a multiple of 64."""
     activation: Literal["swiglu", "gelu"] | None = None

@@ -8,9 +8,11 @@ command was killed and started again.
 
 import argparse
 import math
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -142,13 +144,11 @@ class _Writing:
             reading.pieces, start=self._position, done=done, held_out_fraction=fraction
         )
         progress = Progress(f"tokenize {self._corpus.spec}", self._amount(), self._share(reading))
-        try:
-            for batch, tokens in tokenize(batches, encoding, processes):
+        with closing(progress), closing(tokenize(batches, encoding, processes)) as tokenized:
+            for batch, tokens in tokenized:
                 if not self._add(batch, tokens):
                     break
                 progress.show(self._amount(), self._share(reading))
-        finally:
-            progress.close()
         if not self._tokens:
             raise self._corpus.is_empty()
 
@@ -275,7 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _warn_if_nothing_is_held_out(folder)
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, f"\ninterrupted; the same command continues {options.out}\n")
+    except KeyboardInterrupt as interrupt:
+        code = 128 + (interrupt.args or (signal.SIGINT,))[0]
+        parser.exit(code, f"\ninterrupted; the same command continues {options.out}\n")
     if not done:
         print(f"{options.out} was complete already")

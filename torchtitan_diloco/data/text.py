@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.registry import OneOf, find
-from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.base.user import NOT_UTF8, UserError, is_utf8
 from torchtitan_diloco.config.parts import SOURCES
 from torchtitan_diloco.data.pieces import (
     BEGINNING,
@@ -48,6 +48,8 @@ def open_corpus(spec: str, field: str = TEXT_FIELD) -> Corpus:
 
     `field`: field of the text in JSON lines and in rows of datasets.
     """
+    if not is_utf8(spec):
+        raise UserError(f"{spec!r} {NOT_UTF8}")
     if source := find(SOURCES, spec):
         corpus: Corpus = source[0].load()(spec, field)
         return corpus
@@ -190,13 +192,17 @@ def _read_file(path: Path, field: str, *, start: Place, bytes_before: int) -> It
             for piece, after in located:
                 yield Located(piece, replace(after, bytes=bytes_before + file.tell()))
     except UnicodeDecodeError as error:
-        remedy = "convert it, as with iconv, or leave it out if it is no text"
-        raise UserError(f"{path} is not UTF-8 ({error}): {remedy}") from error
+        raise _not_utf8(str(path), error) from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         remedy = f"copy it again, or rename it if it is not compressed ({COMPRESSED_SUFFIX})"
         raise UserError(f"cannot read {path}: {error}: {remedy}") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error}: check the file and its disk") from error
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError) -> UserError:
+    remedy = "convert the file, as with iconv, or leave it out if it is no text"
+    return UserError(f"{where} is not UTF-8 ({error}): {remedy}")
 
 
 def _read_text(content: BinaryIO, start: Place) -> Iterator[Located]:
@@ -214,9 +220,13 @@ def _read_lines(content: BinaryIO, field: str, start: Place, path: Path) -> Iter
     offset = start.offset
     done = start.pieces
     for row, line in enumerate(content, start=start.row):
-        text = line.decode()
+        where = f"{path}, line {row + 1}"
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            raise _not_utf8(where, error) from error
         if text.strip():
-            document = _json_text(text, field, f"{path}, line {row + 1}")
+            document = _json_text(text, field, where)
             for count, piece in enumerate(split_into_pieces([document]), start=1):
                 if count <= done:
                     continue

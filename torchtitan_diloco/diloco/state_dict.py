@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.base.tensors import copy_to_host, local_of
-from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.base.user import UserError, cause_of
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import local_rows
 from torchtitan_diloco.diloco.modes import Mode
@@ -125,7 +125,15 @@ class SavedState:
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "SavedState":
         """Return the state from a dictionary that `to_dict` has returned."""
-        return cls(msgspec.convert(state["facts"], OuterFacts), state["tensors"])
+        try:
+            facts = msgspec.convert(state["facts"], OuterFacts)
+            tensors = msgspec.convert(state["tensors"], Named)
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            raise UserError(
+                "the saved outer state must be what StreamingDiLoCo.state_dict() has returned, a "
+                f"dictionary with facts and tensors ({cause_of(error)}): pass that of a checkpoint"
+            ) from error
+        return cls(facts, tensors)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dictionary of tensors and JSON values, which any checkpoint can contain."""

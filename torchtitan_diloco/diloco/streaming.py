@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.settings import kind_of
 from torchtitan_diloco.base.tensors import drop_gathered
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco import description, healing
@@ -72,6 +73,13 @@ class StreamingDiLoCo:
             )
         elif shard_group or total_steps or seed:
             raise TypeError("shard_group, total_steps and seed can only be used with a gloo group")
+        # A program may wrap its optimizer in a class that is no subclass.
+        has_state = isinstance(getattr(optimizer, "state", None), Mapping)
+        if optimizer is not None and not has_state:
+            raise TypeError(
+                "optimizer: must be the inner torch.optim.Optimizer, or None, not "
+                f"{kind_of(optimizer)}"
+            )
         self.peers = group
         self.loop = group.start(model, config, optimizer)
 

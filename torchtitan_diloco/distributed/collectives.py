@@ -219,6 +219,9 @@ class StopRequest:
     """
 
     def __init__(self, world: World, longest_lag: int = 1) -> None:
+        # A signal ends a rank that is not here yet. The others, which would miss it, wait here,
+        # where the same signal ends them, too.
+        PendingSum(world, [1.0], "at the start").result()
         self._world = world
         self._longest_lag = longest_lag
         self._lag = lag_in_steps(math.inf, longest_lag)  # until the time of a step is known

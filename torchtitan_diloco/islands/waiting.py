@@ -1,4 +1,4 @@
-"""What an island waits for, in words for users, and when it says so."""
+"""What an island or a syncer waits for, in words for users, and when it says so."""
 
 import os
 import time
@@ -10,8 +10,10 @@ from torchtitan_diloco.diloco.liveness import LATE_SECONDS
 from torchtitan_diloco.diloco.reports import STILL_SECONDS
 from torchtitan_diloco.islands.instructions import Instructions
 from torchtitan_diloco.islands.link import Link
+from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.island import Island
 from torchtitan_diloco.islands.rules.names import name_of
+from torchtitan_diloco.islands.rules.syncer import Syncer
 from torchtitan_diloco.store import AwayError, FullError, Store, open_store
 from torchtitan_diloco.store.store import PATIENCE_SECONDS
 
@@ -90,12 +92,30 @@ def before_start(machine: Island) -> str:
             return f"a slot: {counted(slots, 'slot')} (islands.slots) have owners"
         return "a slot"
     if not decision.begun:
-        needed = decision.settings.start_with
-        return (
-            f"more islands: {len(decision.owners())} of the {needed} that start together "
-            "(islands.begin of the run) are there"
-        )
+        return _more_islands(decision)
     return "the newest copies"
+
+
+def of_syncer(machine: Syncer, location: str) -> str:
+    """Return what a syncer waits for while it has nothing to merge, an empty string if islands
+    train or the run has ended."""
+    decision = machine.state
+    if decision is None:
+        return f"islands in {location}"
+    if not decision.is_founded:
+        return f"the first copies of island {name_of(decision.founder)} in {location}"
+    if decision.ended:
+        return ""
+    if all(map(machine.presence.is_silent, decision.owners())):
+        return f"islands in {location}"
+    return "" if decision.begun else _more_islands(decision)
+
+
+def _more_islands(decision: Decision) -> str:
+    return (
+        f"more islands: {len(decision.owners())} of the {decision.settings.start_with} that start "
+        "together (islands.begin of the run) are there"
+    )
 
 
 def at_boundary(machine: Island) -> str:

@@ -20,11 +20,13 @@ def observed_conditions(folder: Path, workers: int) -> Conditions:
     heard_after = [seconds for record in rounds for seconds in record.heard_after_seconds.values()]
     totals = [worker.totals for worker in run.workers]
     codec = run.settings.get("diloco.quantization.codec", "")
-    has_computed = all(of_worker.get("worker/compute_seconds") for of_worker in totals)
+    needed = ("worker/compute_seconds", "worker/steps")
+    has_computed = all(of_worker.get(name) for of_worker in totals for name in needed)
     if not heard_after or not has_computed:
+        measured = "times of steps" if heard_after else "links"
         raise UserError(
-            f"--run {folder} has measured no links: give a finished run of one job; or, for one of "
-            f"islands, --config {shlex.quote(str(folder / 'config.toml'))}, --bandwidth and "
+            f"--run {folder} has measured no {measured}: give a finished run of one job; or, for "
+            f"one of islands, --config {shlex.quote(str(folder / 'config.toml'))}, --bandwidth and "
             "--step-time"
         )
     if len(run.workers) != workers:

@@ -113,12 +113,16 @@ class Worker:
 
     @property
     def compute_spread(self) -> float:
-        """Standard deviation of the compute of a step within the intervals."""
+        """Standard deviation of the compute of a step within the intervals, 0 if it is not
+        known."""
         rows = [
             (number(record.get("worker/steps")), number(record.get("worker/compute_spread")))
             for record in self.steps
         ]
-        counts, spreads = np.array([row for row in rows if np.isfinite(row).all()]).T
+        known = [row for row in rows if np.isfinite(row).all()]
+        if not known:
+            return 0.0
+        counts, spreads = np.array(known).T
         return float(np.sqrt(np.average(spreads**2, weights=counts)))
 
 
