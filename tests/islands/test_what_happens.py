@@ -25,6 +25,8 @@ SHOWN = {
         "islands/rules/test_syncer.py::test_the_next_start_of_a_killed_island_takes_its_slot",
         "islands/rules/test_island_start.py::"
         "test_a_restart_takes_the_copy_of_its_checkpoint_and_reads_again",
+        "islands/rules/test_island_start.py::"
+        "test_a_restart_drops_the_tokens_of_work_that_nobody_merged",
     ],
     "an island is stopped, or its machine will be taken away": [
         "islands/test_run.py::test_islands_leave_on_a_notice",
@@ -91,7 +93,8 @@ SHOWN = {
         "islands/rules/test_commit.py::test_a_store_that_was_put_back_is_an_error_for_people",
         "islands/rules/test_island_start.py::test_a_store_that_was_put_back_is_an_error_for_people",
     ],
-    "the store is lost": [
+    "the store is lost, or emptied": [
+        "islands/rules/test_commit.py::test_a_store_that_was_emptied_is_said_to_be_empty",
         "islands/test_peers.py::test_a_run_without_its_location_is_founded_again_only_if_asked",
         "islands/rules/test_simulation.py::test_a_lost_location_goes_on_from_a_checkpoint",
     ],
