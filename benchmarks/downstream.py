@@ -459,7 +459,7 @@ def main() -> None:
     add("--corpus", default="stdlib", help="text files, or a folder of token shards")
     add("--size", type=float, default=size, help=f"million parameters: default here {size:g}")
     add("--ratio", type=float, default=ratio, help=f"tokens per parameter: default here {ratio:g}")
-    add("--control-ratio", type=float, help="of the controls: default --ratio")
+    add("--control-ratio", type=float, help="of the controls; with --runs: they differ")
     add("--workers", type=core.positive, default=2, help="M: default 2")
     add("--every", type=core.positive, default=30, help="H: default 30")
     add("--seeds", type=core.list_of(int), default=[0], help="default 0")
@@ -471,7 +471,8 @@ def main() -> None:
     stage = scale.Stage(round(1e6 * options.size), "adamw")
     runs: dict[str, core.Settings] = {}
     for run in scale.runs_of(stage, [options.workers], [options.every], options.seeds):
-        tokens = options.ratio if run.every else options.control_ratio or options.ratio
+        has_own = run.every == 0 and options.control_ratio is not None
+        tokens = options.control_ratio if has_own else options.ratio
         settings = runs[str(run)] = settings_of(run, options.corpus, extra, tokens)
         core.load(settings)
     if not on_gpu:

@@ -82,7 +82,10 @@ class Course(Protocol):
         that is in no checkpoint of it."""
 
     def leave_when(self, is_asked: Callable[[], bool], /) -> None:
-        """Leave the run once `is_asked()` is true, also while a step waits for other workers."""
+        """Leave the run if `is_asked()` is true while a step waits for other workers.
+
+        Between two steps, the trainer stops all ranks of this worker.
+        """
 
     def note(self, loss: float | None, validated: tuple[int, float, float] | None) -> None:
         """Record the training loss, and step, loss and bits of the last validation."""

@@ -177,6 +177,7 @@ def test_tensorboard_goes_on_after_a_disk_was_full(
         "depend on it"
     ]
     assert not capfd.readouterr().err
+    assert len([*tmp_path.glob("*tfevents*")]) == 2, "before and after"
     curves = EventAccumulator(str(tmp_path)).Reload()
     assert [event.step for event in curves.Scalars(LOSS)] == [1, 2, 5, 6]
     assert [event.step for event in curves.Tensors("verdicts/text_summary")] == [6]

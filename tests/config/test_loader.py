@@ -173,7 +173,7 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
         ("training.z_loss", "inf", ": expected a number that fits in 64 bits"),
         ("optimizer.lr", "1e400", ": expected a number that fits in 64 bits"),
         ("model.vocab_size", "9" + 18 * "0", ": expected a whole number <= 1073741824"),
-        ("model.width", "9" + 18 * "0", ": expected a whole number <= 1073741824"),
+        ("model.width", "9" + 18 * "0", ": expected a whole number <= 1048576"),
         ("optimizer.lr", "101", ": expected a number <= 100.0"),
         ("optimizer.lr", "nan", ": expected a number > 0.0"),
         ("training.tokens", "1M", ": expected a whole number; did you mean 1e6?"),
@@ -195,7 +195,7 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
         (
             "data.corpus",
             "gr\udcfc.txt",
-            "in which settings are saved: rename the file or the folder",
+            "in which settings are saved: give other text, or rename the file",
         ),
         ("data.corpus", "docs,~nobody-here/*.txt", ": give a full path"),
     ],

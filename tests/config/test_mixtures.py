@@ -62,6 +62,7 @@ def test_bad_mixtures_are_one_line_each(changes: dict[str, str], message: str) -
         ["'my web.jsonl'=3", "b=1"],
         ["'my web.jsonl'=3 b=1"],
         ["{'my web.jsonl'", "=", "3,", "b=1}"],
+        ['my" web.jsonl"=3', "b=1"],
     ],
 )
 def test_names_in_a_mixture_may_have_spaces(words: list[str]) -> None:

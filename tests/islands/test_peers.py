@@ -317,13 +317,24 @@ def test_wrong_bits_of_a_copy_are_found_when_the_next_one_is_applied(tmp_path: P
     assert any("its copy has wrong bits" in line for line in news)
 
 
-def alone(store: Path, total_tokens: int) -> tuple[Trainee, threading.Event]:
-    """Return an island, and what is set once it trains."""
+def without_syncer(folder: Path, total_tokens: int) -> Trainee:
+    """Return an island that trains, and whose syncer has ended after step 20."""
+    store = folder / "store"
     options: dict[str, Any] = {"begin": 1, "slots": 1, "step_seconds": 0.02}
-    only = Trainee(store, "a", config(8), total_tokens=total_tokens, **options)
-    is_training = threading.Event()
-    only.on_step = lambda step: is_training.set() if step == 20 else None
-    return only, is_training
+    island = Trainee(store, "a", config(8), total_tokens=total_tokens, **options)
+    is_training, goes_on = threading.Event(), threading.Event()
+
+    def wait(step: int) -> None:
+        if step == 20:
+            is_training.set()
+            assert goes_on.wait(PATIENCE)
+
+    island.on_step = wait
+    with syncer(store, folder / "scratch"):
+        island.thread.start()
+        assert is_training.wait(PATIENCE)
+    goes_on.set()
+    return island
 
 
 def test_an_island_leaves_although_it_waits_for_the_end_of_the_run(
@@ -331,11 +342,8 @@ def test_an_island_leaves_although_it_waits_for_the_end_of_the_run(
 ) -> None:
     """It has trained all tokens, and nobody decides that the run has ended."""
     monkeypatch.setattr(waiting, "UNDECIDED_SECONDS", 2.5)
-    only, is_training = alone(tmp_path / "store", total_tokens=60 * TOKENS)
+    only = without_syncer(tmp_path, total_tokens=60 * TOKENS)
     only.peers.is_asked_to_leave = only.stop.is_set
-    with syncer(tmp_path / "store", tmp_path / "scratch"):
-        only.thread.start()
-        assert is_training.wait(60)
     until = time.monotonic() + PATIENCE
     while not (only.peers.clock >= 60 * TOKENS and only.peers.machine.is_stopped):
         assert time.monotonic() < until
@@ -355,10 +363,7 @@ def test_an_island_leaves_although_no_syncer_decides(
 ) -> None:
     """As after Ctrl-C of everything. What it has not sent is read again."""
     monkeypatch.setattr(waiting, "UNDECIDED_SECONDS", 2.5)
-    only, is_training = alone(tmp_path / "store", total_tokens=10**9)
-    with syncer(tmp_path / "store", tmp_path / "scratch"):
-        only.thread.start()
-        assert is_training.wait(60)
+    only = without_syncer(tmp_path, total_tokens=10**9)
     only.stop.set()
     only.finish()
     assert "leaves without its last parts: no syncer has decided for" in caplog.text

@@ -196,7 +196,10 @@ def test_a_folder_of_other_files_is_no_run_that_has_not_begun(
 ) -> None:
     location = str(tmp_path)
     words = (["status"], ["watch"], ["leave", "a"], ["evict", "a"], ["change", "slots", "9"])
-    assert main(["status", "--join", location]) == 0, "an empty folder may be its place"
+    for name in ("lost+found", ".store-id.0.tmp"):
+        assert main(["status", "--join", location]) == 0, "an empty folder may be its place"
+        (tmp_path / name).mkdir()
+    assert main(["status", "--join", location]) == 0, "and so may an empty disk"
     (tmp_path / "a thesis.tex").touch()
     for remedy in ("give the islands.join of its islands", f"give {tmp_path / 'store'}"):
         for command in words:

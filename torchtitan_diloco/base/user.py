@@ -49,7 +49,7 @@ def has_home(path: str) -> bool:
     return True
 
 
-NOT_UTF8 = "is not text in UTF-8, in which settings are saved: rename the file or the folder"
+NOT_UTF8 = "is not text in UTF-8, in which settings are saved: give other text, or rename the file"
 
 
 def is_utf8(text: str) -> bool:

@@ -385,20 +385,21 @@ def _surplus_words(words_of: Mapping[str, list[str]]) -> Iterator[str]:
         if takes_one and len(words) > 1:
             yield (
                 f"{COMMAND_LINE}: {words[1]}: has no key, as --{key} takes one value: give "
-                "settings as --section.key VALUE, and a value with spaces in quotes"
+                "settings as --section.key VALUE, and a value with spaces or a pattern in quotes"
             )
 
 
 def _join_items(words: list[str]) -> str:
-    """Join the words of a setting, of which a list or a table may have several. What a shell made
-    one word stays one, unless the words are a value in TOML."""
+    """Join the words of a setting, of which a list or a table may have several. A name with spaces
+    that a shell made one word stays one, unless the words are a value in TOML."""
     if len(words) == 1 or words[0].startswith(("[", "{")):
         return " ".join(words)
-    # A word that begins with a quote still has quotes of its own.
-    is_bare = [" " in word and not word.startswith(("'", '"')) for word in words]
-    return " ".join(
-        shlex.quote(word) if bare else word for word, bare in zip(words, is_bare, strict=True)
-    )
+    return " ".join(shlex.quote(word) if _has_spaces_in_a_name(word) else word for word in words)
+
+
+def _has_spaces_in_a_name(word: str) -> bool:
+    """Return whether a word is one name, or one NAME=VALUE pair, with spaces and no quotes."""
+    return " " in word and word.count("=") <= 1 and not {"'", '"'} & {*word}
 
 
 def _without_value(key: str) -> str:

@@ -53,8 +53,9 @@ class Run:
     """Device type. `auto`: CUDA if there is a GPU, otherwise the CPU."""
 
 
-Dimension = Annotated[int, Meta(ge=1, le=2**30)]
-"""Size of a model in one direction. The bytes of a matrix have to fit in 64 bits."""
+Dimension = Annotated[int, Meta(ge=1, le=2**20)]
+"""Size of a model in one direction. The bytes of a matrix of `heads * head_dim` rows fit in 64
+bits."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Model:
     """Width of one attention head."""
     feed_forward: Dimension | None = None
     """Hidden width of the feed-forward layer."""
-    vocab_size: Dimension | None = None
+    vocab_size: Annotated[int, Meta(ge=1, le=2**30)] | None = None
     """Rows of the embedding. Not set, or set before `data.tokenizer` was (as by a preset): the
     size of the tokenizer's vocabulary, rounded up to a multiple of 64."""
     activation: Literal["swiglu", "gelu"] | None = None

@@ -223,6 +223,13 @@ def _warn_if_nothing_is_held_out(folder: Path) -> None:
         print(f"warning: {folder}: {why_nothing_is_held_out(index)}", file=sys.stderr)
 
 
+def _interrupt(number: int, _: object) -> None:
+    """End on SIGTERM as on Ctrl-C, so that the processes that tokenize and their semaphores are not
+    left."""
+    signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: to it, and to its group
+    raise KeyboardInterrupt(number)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(
         prog=command_line("prepare"),
@@ -255,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not options.source and not options.clusters:
         parser.error("--source is missing")
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         tokenizer = build_tokenizer(options.tokenizer)
         done = bool(options.source) and prepare(
@@ -278,5 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt as interrupt:
         code = 128 + (interrupt.args or (signal.SIGINT,))[0]
         parser.exit(code, f"\ninterrupted; the same command continues {options.out}\n")
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if not done:
         print(f"{options.out} was complete already")

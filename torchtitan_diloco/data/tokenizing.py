@@ -7,7 +7,6 @@ where the reading begins.
 import functools
 import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -142,7 +141,7 @@ def tokenize(
     workers = processes or available_cores()
     pending = deque[tuple[Batch, Future[list[Ids]]]]()
     in_processes = processes is not None and processes > 1
-    with _interrupted_by_sigterm(), _pool(workers, in_processes=in_processes) as pool:
+    with _pool(workers, in_processes=in_processes) as pool:
         try:
             for batch in batches:
                 pending.append((batch, _submit(pool, batch.texts, encoding)))
@@ -157,27 +156,6 @@ def tokenize(
                 "a process that tokenizes was killed, as the system does when memory runs out: "
                 "the same command continues, with less memory if --processes is smaller"
             ) from error
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM as on Ctrl-C, so that the pool is closed: otherwise, its
-    semaphores are left, about which Python warns."""
-
-    def interrupt(number: int, _frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: to it, and to its group
-        raise KeyboardInterrupt(number)
-
-    number = signal.SIGTERM
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    if not is_main_thread or signal.getsignal(number) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ KINDS = (
     STOPPED,
     HUNG,
     STUCK,
+    FULL,
     WRONG,
     "busy cores",
     "slow compute",
@@ -25,10 +26,8 @@ KINDS = (
     "slow receiving",
     "slow link",
     EVERYBODY,
-    FULL,
 )
-"""What a verdict says, the worst first. A note has its place here, plus one, so add others at the
-end."""
+"""What a verdict says, the worst first. A note has its place here, plus one."""
 ALL = "all"
 """The culprit of a verdict about all islands."""
 MOVING_STEPS = 3

@@ -60,7 +60,7 @@ class Folder(Backend):
         self.location = str(self.path)
         try:
             # In this order, as another process may make the marker, and then objects, meanwhile.
-            has_files = self.path.is_dir() and any(self.path.iterdir())
+            has_files = self.path.is_dir() and any(map(_is_of_others, self.path.iterdir()))
             self.is_new = not is_store(self.path)
             self.has_other_files = has_files and self.is_new
             if make:
@@ -284,6 +284,11 @@ class Folder(Backend):
                 f"{place}: {error.strerror}: the name of an object cannot be the folder of another"
             )
         return PassingError(f"{place}: {error.strerror}")
+
+
+def _is_of_others(path: Path) -> bool:
+    """Return whether a file in a folder that is no store yet is of no system and no writer."""
+    return not (path.name.startswith(".") or path.name == "lost+found")
 
 
 def is_store(path: Path) -> bool:

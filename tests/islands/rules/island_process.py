@@ -266,7 +266,7 @@ class IslandProcess(Process):
                     self.send(send.part)
                 while len(machine.entered) < due.phases:
                     ahead = self.world.random.randint(0, 3)
-                    machine.enter_phase(max([machine.position + ahead, *machine.entered]))
+                    machine.enter_phase(machine.position + ahead)
                     self.is_note_due = True
                 if due.applies or due.sends:
                     self.is_note_due = True

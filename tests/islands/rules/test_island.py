@@ -383,6 +383,19 @@ def test_a_stream_enters_a_phase_where_it_says(hand: Hand) -> None:
     assert heir.island.entered == [13]
 
 
+def test_a_restart_before_an_entered_phase_enters_the_next_one_after_it() -> None:
+    """The work before that position was not merged, so that it is read again."""
+    state = founded((A,), phases=(0.2, 0.4), total_tokens=100)
+    state.slots[0].entered = [15]
+    state.fragments[0].clock = 50
+    hand = Hand(state)
+    hand.boundary()
+    assert hand.island.boundary(hand.now).phases == 2
+    assert hand.island.position < 15
+    hand.island.enter_phase(hand.island.position)
+    assert hand.note.entered == [15, 15]
+
+
 def test_the_mixing_changes_over_the_run() -> None:
     settings = founded(mixing=0.2, mixing_end=0.6, total_tokens=100).settings
     assert [settings.mixing_at(tokens) for tokens in (0, 50, 100, 200)] == [0.2, 0.4, 0.6, 0.6]

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from textwrap import indent
 from typing import BinaryIO
 
@@ -63,6 +64,7 @@ class TensorBoard(Board):
     def _write(self, step: int, summaries: list[Summary]) -> None:
         """Write the summaries of a step, after the beginning of the file if it is new."""
         events = [Event(step=step, summary=summary) for summary in summaries]
+        is_new = self._file is None
         try:
             if self._file is None:
                 self._file = self._open()
@@ -76,9 +78,9 @@ class TensorBoard(Board):
             self._file.write(records.getbuffer())
             self._file.flush()
         except OSError:
-            self._abandon_file()
+            self._abandon_file(deletes=is_new)
             raise
-        self._step = step
+        self._step = max(self._step, step)
 
     def _open(self) -> BinaryIO:
         """Open a new file. TensorBoard reads those of a folder in the order of their names."""
@@ -86,9 +88,15 @@ class TensorBoard(Board):
         process = f"{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         return (self._folder / f"events.out.tfevents.{int(time.time()):010}.{process}").open("xb")
 
-    def _abandon_file(self) -> None:
-        """Close a file that may end within a record, at which TensorBoard stops reading it."""
-        if self._file is not None:
-            with suppress(OSError):  # it writes what is left
-                self._file.close()
+    def _abandon_file(self, *, deletes: bool) -> None:
+        """Close a file that may end within a record, at which TensorBoard stops reading it.
+
+        `deletes`: as it has no step, and each call would leave one while a disk is full.
+        """
+        if self._file is None:
+            return
+        with suppress(OSError):  # it writes what is left
+            self._file.close()
+        if deletes:
+            Path(self._file.name).unlink(missing_ok=True)
         self._file = None

@@ -303,9 +303,10 @@ class Island:
 
     def enter_phase(self, position: int) -> None:
         """The stream enters the next phase of the data at this position, which it has not read
-        yet."""
-        assert position >= max([self.position, *self.entered])
-        self.entered.append(position)
+        yet, but not before the phase that its slot has entered last. After a restart, that may
+        begin at a later sample than those that are read again."""
+        assert position >= self.position
+        self.entered.append(max([position, *self.entered]))
 
     def leave(self) -> None:
         """Send all work, give the slot back and end."""
