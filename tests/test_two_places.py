@@ -222,13 +222,12 @@ def test_a_line_says_what_is_wrong_before_anything_starts(
 
 
 def saved_by(machine: Machine) -> Saved:
-    """Return what the last checkpoint of an island says about its run, but for its clock, which is
-    its own estimate."""
+    """Return what the last checkpoint of an island says about its run, but for its own slot."""
     outer = read_manifest(last(machine.folder)).outer
     assert outer is not None
     saved = read_saved(outer.island)
     assert saved is not None
-    return replace(saved, clock=0)
+    return replace(saved, slot=None, position=0)
 
 
 def taken_in(decision: Decision) -> list[int]:
