@@ -385,7 +385,7 @@ TOO_LARGE = {"training.batch_size": 10**15, "training.global_batch_size": 10**15
         ({"diloco.workers": 2}, "diloco.workers = 2"),
         (TOO_LARGE, "training.batch_size = 1000000000000000: the activations of 1 rank need"),
         (TOO_LARGE | {"compile.enable": "true"}, "out of memory"),  # activations are not known
-        ({"model.width": 2**20}, "GiB on this machine"),
+        ({"model.width": 2**20, "model.layers": 99}, "GiB on this machine"),
         ({"diloco.method": "streaming", "diloco.outer_optimizer.lr": 1e30}, "100"),
     ],
 )
