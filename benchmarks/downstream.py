@@ -78,12 +78,12 @@ class Source(NamedTuple):
 
 
 def find_sources(
-    folders: Sequence[Path], *, controls_have_own_tokens: bool = False
+    folders: Sequence[Path], *, controls_may_differ_in_tokens: bool = False
 ) -> list[Source]:
     """Return the models of the finished runs in these folders, the controls first.
 
     The runs must differ in the method and the seed only, and have a control of each seed.
-    `controls_have_own_tokens`: whether controls may have another number of tokens, all the same.
+    `controls_may_differ_in_tokens`: whether all controls may have another number of tokens.
     """
     workers = (worker for folder in folders for worker in folder.glob("**/worker-0"))
     runs = sorted({worker.parent for worker in workers if complete_checkpoints(worker)})
@@ -93,7 +93,7 @@ def find_sources(
         saved = open_saved(run)
         config, outer = saved.config, saved.config.diloco
         facts = kinds[run] = common_facts(saved)
-        if controls_have_own_tokens:
+        if controls_may_differ_in_tokens:
             key = "tokens of controls" if outer.method == "none" else "tokens of others"
             facts[key] = facts.pop("tokens")
         if outer.method == "none":
@@ -459,7 +459,7 @@ def main() -> None:
     add("--corpus", default="stdlib", help="text files, or a folder of token shards")
     add("--size", type=float, default=size, help=f"million parameters: default here {size:g}")
     add("--ratio", type=float, default=ratio, help=f"tokens per parameter: default here {ratio:g}")
-    add("--control-ratio", type=float, help="of the controls; with --runs: they differ")
+    add("--control-ratio", type=float, help="the same of controls; --runs: they may differ")
     add("--workers", type=core.positive, default=2, help="M: default 2")
     add("--every", type=core.positive, default=30, help="H: default 30")
     add("--seeds", type=core.list_of(int), default=[0], help="default 0")
@@ -471,10 +471,11 @@ def main() -> None:
     stage = scale.Stage(round(1e6 * options.size), "adamw")
     runs: dict[str, core.Settings] = {}
     for run in scale.runs_of(stage, [options.workers], [options.every], options.seeds):
-        has_own = run.every == 0 and options.control_ratio is not None
-        tokens = options.control_ratio if has_own else options.ratio
-        settings = runs[str(run)] = settings_of(run, options.corpus, extra, tokens)
-        core.load(settings)
+        tokens_per_parameter = options.ratio
+        if run.every == 0 and options.control_ratio is not None:
+            tokens_per_parameter = options.control_ratio
+        runs[str(run)] = settings_of(run, options.corpus, extra, tokens_per_parameter)
+        core.load(runs[str(run)])
     if not on_gpu:
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
@@ -486,7 +487,7 @@ def main() -> None:
         out.mkdir(parents=True, exist_ok=True)
         sources = find_sources(
             options.runs or train_kept(out, runs, options.jobs),
-            controls_have_own_tokens=options.control_ratio is not None,
+            controls_may_differ_in_tokens=options.control_ratio is not None,
         )
         with ThreadPoolExecutor(options.jobs) as pool:
             results = dict(zip(sources, pool.map(test, sources), strict=True))

@@ -146,7 +146,7 @@ class JobCourse:
         return self.step == self._plan.total_steps
 
     def leave_when(self, is_asked: Callable[[], bool], /) -> None:
-        """Workers of a job stop together: see `StopRequest`."""
+        """Do nothing, as workers of a job stop together (`StopRequest`)."""
 
     def note(self, loss: float | None, validated: tuple[int, float, float] | None) -> None: ...
 

@@ -292,8 +292,8 @@ def test_runs_that_cannot_be_compared_are_refused(
     with pytest.raises(UserError, match=r"differ in tokens: .* with --control-ratio"):
         downstream.find_sources([streaming, tmp_path])
     with pytest.raises(UserError, match="differ in tokens of controls"):
-        downstream.find_sources([runs / "out", tmp_path], controls_have_own_tokens=True)
-    sources = downstream.find_sources([streaming, tmp_path], controls_have_own_tokens=True)
+        downstream.find_sources([runs / "out", tmp_path], controls_may_differ_in_tokens=True)
+    sources = downstream.find_sources([streaming, tmp_path], controls_may_differ_in_tokens=True)
     assert [source.run.parent for source in sources] == [tmp_path, streaming, streaming]
 
 

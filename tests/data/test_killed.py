@@ -227,7 +227,7 @@ def die_after(pieces: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_is_one_line(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """That of the keyboard goes to all processes of the terminal. Nothing is left."""
+    """Ctrl-C goes to all processes of the terminal, and no process or semaphore is left."""
     tokenizer = save_tokenizer(tmp_path / "own.json", 300)
     options = ["--source", folder, "--tokenizer", tokenizer, *OPTIONS, "--out", tmp_path / "out"]
     children, done = killed("add", 30, *options, "--processes", 2, number=number)

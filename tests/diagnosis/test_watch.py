@@ -28,7 +28,7 @@ from torchtitan_diloco.diloco import Link, liveness, reports
 from torchtitan_diloco.diloco.flags import NOT_FINITE
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.diloco.vitals import FULL, HUNG, STOPPED, STUCK, Action, Report, Vitals
+from torchtitan_diloco.diloco.vitals import HUNG, NO_ROOM, STOPPED, STUCK, Action, Report, Vitals
 from torchtitan_diloco.islands import IslandFencedError
 from torchtitan_diloco.launching import rank as rank_module
 from torchtitan_diloco.trainer import Trainer
@@ -133,7 +133,7 @@ def test_an_error_that_names_its_cause_has_no_hint_about_cores(
     assert note.startswith("b has sent wrong numbers")
 
 
-@pytest.mark.parametrize("absent", [STOPPED, HUNG, STUCK, FULL])
+@pytest.mark.parametrize("absent", [STOPPED, HUNG, STUCK, NO_ROOM])
 def test_other_workers_name_the_first_one_if_it_is_missing(
     absent: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,7 +23,7 @@ from torchtitan_diloco.diagnosis.kinds import ALL, Kind
 from torchtitan_diloco.diagnosis.verdicts import Judge, Observation
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
 from torchtitan_diloco.diloco.reports import STILL_SECONDS
-from torchtitan_diloco.diloco.vitals import FULL, HUNG, STOPPED, STUCK, Action, Vitals
+from torchtitan_diloco.diloco.vitals import HUNG, NO_ROOM, STOPPED, STUCK, Action, Vitals
 from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.islands.gauges import Gauges
 from torchtitan_diloco.islands.island_reports import (
@@ -168,9 +168,9 @@ def test_absent_islands_are_named_on_one_clock() -> None:
     run.train(B, says=code_of([f"b: {STUCK}"], "b"))
     run.pass_time(0.3)
     assert reports_of(run.state)["b"].absent == STUCK
-    run.train(B, says=code_of([f"b: {FULL}"], "b"))
+    run.train(B, says=code_of([f"b: {NO_ROOM}"], "b"))
     run.pass_time(1.0)
-    assert reports_of(run.state)["b"].absent == FULL
+    assert reports_of(run.state)["b"].absent == NO_ROOM
 
 
 @pytest.mark.parametrize("reason", ["is_idle", "compiles", "waits"])

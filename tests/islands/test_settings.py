@@ -26,8 +26,8 @@ from torchtitan_diloco.islands.rules.settings import Settings
 from torchtitan_diloco.islands.run_settings import (
     KEYS,
     change_of,
-    differences,
     in_diloco,
+    overridden_by_run,
     setting_of,
 )
 
@@ -50,8 +50,8 @@ def test_the_page_names_all_settings_that_islands_do_not_have() -> None:
 
 def test_an_island_names_the_settings_that_its_run_has_instead() -> None:
     chosen = in_diloco(DiLoCoConfig(), SETTINGS)
-    assert differences(chosen, SETTINGS.total_tokens, SETTINGS) == []
-    lines = differences(replace(chosen, sync_every=30), 2000, SETTINGS)
+    assert overridden_by_run(chosen, SETTINGS.total_tokens, SETTINGS) == []
+    lines = overridden_by_run(replace(chosen, sync_every=30), 2000, SETTINGS)
     assert [line.partition(",")[0] for line in lines] == [
         "the run has diloco.sync_every = 20",
         "the run has total_tokens = 1000",

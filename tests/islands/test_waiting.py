@@ -25,9 +25,9 @@ from torchtitan_diloco.islands.rules.syncer import Syncer
 from torchtitan_diloco.islands.waiting import (
     Waiting,
     at_boundary,
+    awaited_by_syncer,
     before_start,
     obstacle,
-    of_syncer,
     say_end,
 )
 from torchtitan_diloco.store import AwayError, FullError, Store, open_store
@@ -136,7 +136,7 @@ def test_what_a_syncer_waits_for() -> None:
         machine = Syncer(None, "session", 0.0, 0.0)
         machine.state = state
         machine.presence.listened = listened
-        return of_syncer(machine, "/shared/run")
+        return awaited_by_syncer(machine, "/shared/run")
 
     assert awaited(None) == "islands in /shared/run"
     unfounded = founded(())

@@ -232,10 +232,10 @@ def nearest(key: str, known: Iterable[str]) -> str:
 def check_class(section: object, key: str, kind: type[Section]) -> None:
     """Raise a TypeError if an argument is not a section of this class."""
     if not isinstance(section, kind):
-        raise TypeError(f"{key}: must be {kind.__name__}(...), not {kind_of(section)}")
+        raise TypeError(f"{key}: must be {kind.__name__}(...), not {described_class(section)}")
 
 
-def kind_of(argument: object) -> str:
+def described_class(argument: object) -> str:
     """Describe what was passed instead of an instance of a class: its type, or which class."""
     if isinstance(argument, type):
         return f"the class {argument.__name__}"

@@ -72,8 +72,8 @@ class _Seen:
     location: str = ""
     problem: str = ""
     """Why the mirror cannot be used, if so."""
-    before: str = ""
-    """What was there, if nothing was stored there before."""
+    emptiness: str = ""
+    """Clause of the log about a location in which nothing was stored before."""
     copies: list[Copy] = field(default_factory=list)
 
 
@@ -148,7 +148,7 @@ class Mirror:
         self._copies: Copies | None = None
         self._token = new_identity(world)  # of this start
         self._location = ""
-        self._before = ""  # what was there, if nothing was stored there before this start
+        self._emptiness = ""  # as in `_Seen`
         self._under_way: dict[Path, Future[None]] = {}
         self._begun: Path | None = None
         self._offered: Path | None = None
@@ -178,7 +178,7 @@ class Mirror:
         seen = gather_objects(answer, group)[0]
         self._run = seen.run
         self._location = seen.location
-        self._before = seen.before
+        self._emptiness = seen.emptiness
         looks = self._is_first and not world.is_first and not seen.problem
         answer = on_all_ranks(group, lambda: self._look(adopts=False) if looks else _Seen())
         of_others = gather_objects(answer, group)
@@ -202,7 +202,7 @@ class Mirror:
         if self._world.is_first:
             # The mirror may have some on a disk that is not mounted.
             logger.info(
-                f"mirror: {self._location}{self._before} has no checkpoints, and run.folder has "
+                f"mirror: {self._location}{self._emptiness} has no checkpoints, and run.folder has "
                 "none: the run begins anew"
             )
 
@@ -229,10 +229,12 @@ class Mirror:
             self._copies = self._open(adopts)
             copies = self._copies
             whole = copies.whole()
-            before = ", which was just made or was empty," if copies.is_new_store else ""
+            emptiness = ""
             if copies.has_other_files:
-                before = ", which had only other files,"
-            return _Seen(self._run, copies.location, before=before, copies=whole)
+                emptiness = ", which had only other files,"
+            elif copies.is_new_store:
+                emptiness = ", which was just made or was empty,"
+            return _Seen(self._run, copies.location, emptiness=emptiness, copies=whole)
         except StoreError as error:
             return _Seen(self._run, problem=str(error))
 

@@ -181,7 +181,7 @@ def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dic
 def _convert(key: str, value: Any, *, is_word: bool) -> Any:
     """Return the value with the type of its setting, or raise a ValueError with a remedy."""
     if key not in TYPES:
-        raise UserError(f"{_what_it_is(key)}{_hint(key)}")
+        raise UserError(f"{_why_no_setting(key)}{_hint(key)}")
     kind = TYPES[key]
     if is_word and value.lower() == "none" and types.NoneType in get_args(kind):
         return None
@@ -283,8 +283,8 @@ def _parse_pairs(text: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _what_it_is(key: str) -> str:
-    """Say that a key is no setting: a section, or unknown."""
+def _why_no_setting(key: str) -> str:
+    """Return why a key is no setting: it is a section, or unknown."""
     if any(known.startswith(f"{key}.") for known in TYPES):
         return f"is a section: write [{key}] in a file, or --{key}.KEY VALUE"
     return "unknown key"
@@ -404,4 +404,4 @@ def _has_spaces_in_a_name(word: str) -> bool:
 
 def _without_value(key: str) -> str:
     known = key == "config" or key in TYPES
-    return f"needs a value: --{key} VALUE" if known else f"{_what_it_is(key)}{_hint(key)}"
+    return f"needs a value: --{key} VALUE" if known else f"{_why_no_setting(key)}{_hint(key)}"

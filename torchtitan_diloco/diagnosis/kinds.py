@@ -14,7 +14,7 @@ class Kind(StrEnum):
     STOPPED = "stopped"
     HUNG = "hung outside communication"
     STUCK = "hung in communication"
-    FULL = "full store"
+    NO_ROOM = "full store"
     LOAD = "busy cores"
     COMPUTE = "slow compute"
     DATA = "slow data"
@@ -48,7 +48,7 @@ WORDS = {
         "hung",
         "Check this path: it may lose packets, perhaps only large ones (its MTU).",
     ),
-    Kind.FULL: Words(
+    Kind.NO_ROOM: Words(
         "had no room in the store",
         "without room in the store",
         "Free space there, or raise the quota of its login. Until then, it trains on, and nothing "

@@ -34,7 +34,7 @@ QUIET_SECONDS = 10.0
 STACKS_SECONDS = 60.0
 STACKS_STEPS = 20
 """A step that takes so long, and so many times the usual time, has its stacks written down."""
-MISSING = {Kind.STOPPED, Kind.HUNG, Kind.STUCK, Kind.FULL}
+MISSING = {Kind.STOPPED, Kind.HUNG, Kind.STUCK, Kind.NO_ROOM}
 """Every worker logs them, as the first one may be the culprit."""
 LOOPBACKS = {"lo", "lo0"}
 """Names of the interface on Linux and macOS."""

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.base.log import logger
-from torchtitan_diloco.base.settings import kind_of
+from torchtitan_diloco.base.settings import described_class
 from torchtitan_diloco.base.tensors import drop_gathered
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco import description, healing
@@ -78,7 +78,7 @@ class StreamingDiLoCo:
         if optimizer is not None and not has_state:
             raise TypeError(
                 "optimizer: must be the inner torch.optim.Optimizer, or None, not "
-                f"{kind_of(optimizer)}"
+                f"{described_class(optimizer)}"
             )
         self.peers = group
         self.loop = group.start(model, config, optimizer)

@@ -40,7 +40,7 @@ HUNG = "hung outside communication"
 """It answers, but completes no step."""
 STUCK = "hung in communication"
 """Only its payload does not arrive."""
-FULL = "full store"
+NO_ROOM = "full store"
 """Its payload does not arrive, as the store has no room for it."""
 
 

@@ -61,7 +61,7 @@ from torchtitan_diloco.islands.rules.fields import MOST_TOKENS
 from torchtitan_diloco.islands.rules.fragment import Boundary
 from torchtitan_diloco.islands.rules.island import ENDED, LEFT, OVER, Island
 from torchtitan_diloco.islands.rules.settings import Settings
-from torchtitan_diloco.islands.run_settings import differences, in_diloco
+from torchtitan_diloco.islands.run_settings import in_diloco, overridden_by_run
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.seat import Seat, take_seat
 from torchtitan_diloco.islands.waiting import (
@@ -439,7 +439,7 @@ class IslandPeers(Peers):
         if settings == self._used:
             return
         if self._used is None and self._link is not None:
-            for line in differences(self._loop.config, self.total_tokens, settings):
+            for line in overridden_by_run(self._loop.config, self.total_tokens, settings):
                 logger.info(f"island {self.islands.name}: {line}")
         self._used = settings
         self.total_tokens = settings.total_tokens

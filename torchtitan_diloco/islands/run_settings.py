@@ -86,7 +86,7 @@ def in_diloco(config: DiLoCoConfig, settings: Settings) -> DiLoCoConfig:
     return config
 
 
-def differences(config: DiLoCoConfig, total_tokens: int, settings: Settings) -> list[str]:
+def overridden_by_run(config: DiLoCoConfig, total_tokens: int, settings: Settings) -> list[str]:
     """Describe where the settings with which an island was started differ from those of its run,
     which all islands use."""
     started_with = {**of_diloco(config), "total_tokens": total_tokens}

@@ -6,7 +6,7 @@ All follows from the newest decision, whose times are on one clock. No decision 
 from collections.abc import Sequence
 
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.vitals import FULL, HUNG, STOPPED, STUCK, Report, Vitals, absence
+from torchtitan_diloco.diloco.vitals import HUNG, NO_ROOM, STOPPED, STUCK, Report, Vitals, absence
 from torchtitan_diloco.islands.rules import presence
 from torchtitan_diloco.islands.rules.decision import IS_IDLE, Decision, Fate, Seen, Slot
 from torchtitan_diloco.islands.rules.names import name_of
@@ -16,7 +16,7 @@ KINDS = (
     STOPPED,
     HUNG,
     STUCK,
-    FULL,
+    NO_ROOM,
     WRONG,
     "busy cores",
     "slow compute",
@@ -27,7 +27,7 @@ KINDS = (
     "slow link",
     EVERYBODY,
 )
-"""What a verdict says, the worst first. A note has its place here, plus one."""
+"""Kinds of verdicts, the worst first. The code of a kind in a note is its place here, plus one."""
 ALL = "all"
 """The culprit of a verdict about all islands."""
 MOVING_STEPS = 3
@@ -86,7 +86,7 @@ def _report(decision: Decision, slot: Slot, seen: Seen) -> Report:
         still=seen.still,
         longest=max(presence.SILENT, decision.settings.slot_seconds),
         may_wait=may_wait,
-        is_stuck=says in (STUCK, FULL),
+        is_stuck=says in (STUCK, NO_ROOM),
     )
     if absent == STUCK:
         absent = says
@@ -97,7 +97,7 @@ def _report(decision: Decision, slot: Slot, seen: Seen) -> Report:
         STOPPED: f"no note of it for {seen.heard:.0f} s",
         HUNG: f"its last step, {seen.step}, was {seen.still:.0f} s ago",
         STUCK: "it says so",
-        FULL: "it says so",
+        NO_ROOM: "it says so",
         "": "",
     }
     said = seen.vitals

@@ -75,7 +75,7 @@ from torchtitan_diloco.islands.scratch import (
     write_session,
 )
 from torchtitan_diloco.islands.tasks import FragmentTasks, OverError, Result, TransferTasks
-from torchtitan_diloco.islands.waiting import Waiting, of_syncer
+from torchtitan_diloco.islands.waiting import Waiting, awaited_by_syncer
 from torchtitan_diloco.store import AwayError
 from torchtitan_diloco.store.large import owner_of
 
@@ -90,7 +90,8 @@ DAMAGE_SECONDS = 60.0
 """Seconds between two lines of a standby about a decision that stays damaged: nobody may lead."""
 STOP_SECONDS = 15.0
 """Time after `stop` for publishing what is being merged. The store may be gone for good."""
-WHO = "the syncer"
+IN_LOG = "the syncer"
+"""Name of this process in lines about what it waits for."""
 LINES = 8
 """Number of lines of the machine to keep."""
 TRANSFERS = 8
@@ -217,7 +218,7 @@ class Term:
         self._heard = Heard(run, self._ask, self._deliver)
         self._said = 0
         """Number of lines of the machine that were said."""
-        self._waiting = Waiting(WHO)
+        self._waiting = Waiting(IN_LOG)
         self._waits_since = time.monotonic()
 
     # --- its life ---------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ class Term:
             news = self.machine.news[self._said :]
             del self.machine.news[:-LINES]  # the rules repeat none of the last ones
             self._said = len(self.machine.news)
-            awaited = of_syncer(self.machine, self._run.location)
+            awaited = awaited_by_syncer(self.machine, self._run.location)
         if not awaited:
             self._waits_since = began
         self._waiting.say(self._waits_since, awaited)
@@ -435,7 +436,7 @@ def sync(
     check_may_decide(location)
     first = folder_of(scratch, location)
     folder = lock_folder(first)
-    run = Run(Waiting(WHO).open(location, writes=""))
+    run = Run(Waiting(IN_LOG).open(location, writes=""))
     process = SyncerProcess(run, folder, threads=threads, stays=stays, say=say)
 
     def stop(*_: object) -> None:

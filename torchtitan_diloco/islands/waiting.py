@@ -1,4 +1,4 @@
-"""What an island or a syncer waits for, in words for users, and when it says so."""
+"""Describe what an island or a syncer waits for, and log it at growing intervals."""
 
 import os
 import time
@@ -96,7 +96,7 @@ def before_start(machine: Island) -> str:
     return "the newest copies"
 
 
-def of_syncer(machine: Syncer, location: str) -> str:
+def awaited_by_syncer(machine: Syncer, location: str) -> str:
     """Return what a syncer waits for while it has nothing to merge, an empty string if islands
     train or the run has ended."""
     decision = machine.state

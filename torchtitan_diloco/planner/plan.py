@@ -33,7 +33,8 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_
 _SECONDS["y"] = 365 * _SECONDS["d"]
 _LONGEST = 10_000 * _SECONDS["y"]
 _DURATION = re.compile(rf"(\d*\.?\d+)\s*({'|'.join(_SECONDS)})", re.IGNORECASE)
-UNLIMITED = "a link too fast to be measured"
+TOO_FAST = "a link too fast to be measured"
+"""Description of a link whose transfers were too short to be measured."""
 _PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
@@ -233,7 +234,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     conditions = replace(conditions, backward_waits=config.run.device == "cpu")
     tried, best = climb(load, conditions, given=config.diloco, wanted=options.utilization)
     is_limited = conditions.bits_per_second < math.inf
-    link = quantity(conditions.bits_per_second, "bit/s") if is_limited else UNLIMITED
+    link = quantity(conditions.bits_per_second, "bit/s") if is_limited else TOO_FAST
     link += f", latency {quantity(conditions.latency_seconds, 's')} one way, steps of "
     link += quantity(max(conditions.step_seconds), "s")
     size = f"{load.plan.parameters:,} parameters, {len(blocks_of(load.model))} layers"

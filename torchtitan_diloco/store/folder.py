@@ -60,7 +60,7 @@ class Folder(Backend):
         self.location = str(self.path)
         try:
             # In this order, as another process may make the marker, and then objects, meanwhile.
-            has_files = self.path.is_dir() and any(map(_is_of_others, self.path.iterdir()))
+            has_files = self.path.is_dir() and any(map(_is_other_file, self.path.iterdir()))
             self.is_new = not is_store(self.path)
             self.has_other_files = has_files and self.is_new
             if make:
@@ -286,8 +286,11 @@ class Folder(Backend):
         return PassingError(f"{place}: {error.strerror}")
 
 
-def _is_of_others(path: Path) -> bool:
-    """Return whether a file in a folder that is no store yet is of no system and no writer."""
+def _is_other_file(path: Path) -> bool:
+    """Return whether a file in a folder that is no store yet was put there by somebody else.
+
+    Hidden files may be temporary ones of a store, and a new file system has `lost+found`.
+    """
     return not (path.name.startswith(".") or path.name == "lost+found")
 
 

@@ -91,7 +91,8 @@ class TensorBoard(Board):
     def _abandon_file(self, *, deletes: bool) -> None:
         """Close a file that may end within a record, at which TensorBoard stops reading it.
 
-        `deletes`: as it has no step, and each call would leave one while a disk is full.
+        `deletes`: whether to delete it, because it has no step. Otherwise, each call would leave a
+        file while a disk is full.
         """
         if self._file is None:
             return
