@@ -433,22 +433,14 @@ def settings_of(run: scale.Run, corpus: str, extra: core.Settings, ratio: float)
     return scale.settings_of(run, text, more, ratio)
 
 
-def train_kept(out: Path, runs: Mapping[str, core.Settings], jobs: int) -> list[Path]:
+def train_runs(
+    out: Path, runs: Mapping[str, core.Settings], jobs: int, seconds: float
+) -> list[Path]:
     """Train runs, `jobs` at a time, unless they are finished, and return their folders."""
-
-    def train(name: str) -> Path:
-        folder = core.run_folder(out / "runs", name, runs[name])
-
-        def finish() -> core.Record:
-            core.train(folder / "run", runs[name], NPROC=runs[name]["diloco.workers"])
-            return {}
-
-        core.kept(folder, runs[name], finish)
-        print(f"trained: {name}", flush=True)
-        return folder / "run"
-
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(train, runs))
+    finished = core.train_all(out, runs, jobs, seconds, keep_checkpoints=True)
+    if len(finished) < len(runs):
+        sys.exit("not every run was finished: the same command continues those that were begun")
+    return [core.run_folder(out, name, settings) / "run" for name, settings in runs.items()]
 
 
 def main() -> None:
@@ -464,10 +456,12 @@ def main() -> None:
     add("--every", type=core.positive, default=30, help="H: default 30")
     add("--seeds", type=core.list_of(int), default=[0], help="default 0")
     add("--jobs", type=core.positive, default=1, help="runs trained, and models tested, at once")
+    add("--minutes", type=core.positive, help="stop training then (default: no limit)")
     add("--examples", type=core.positive, default=1000, help="questions a task: default 1000")
     add("--steps", type=core.positive, default=STEPS, help=f"of fine-tuning: default {STEPS}")
     options, words = parser.parse_known_args()
     extra, out = core.parse_settings(parser, words, RESERVED), options.out.resolve()
+    seconds = 60.0 * options.minutes if options.minutes else math.inf
     stage = scale.Stage(round(1e6 * options.size), "adamw")
     runs: dict[str, core.Settings] = {}
     for run in scale.runs_of(stage, [options.workers], [options.every], options.seeds):
@@ -486,7 +480,7 @@ def main() -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         sources = find_sources(
-            options.runs or train_kept(out, runs, options.jobs),
+            options.runs or train_runs(out / "runs", runs, options.jobs, seconds),
             controls_may_differ_in_tokens=options.control_ratio is not None,
         )
         with ThreadPoolExecutor(options.jobs) as pool:

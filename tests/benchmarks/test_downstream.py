@@ -224,7 +224,8 @@ def run_command(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> li
         return core.read_records(run)
 
     monkeypatch.setattr(core, "train", train_here)
-    monkeypatch.setattr(downstream, "ThreadPoolExecutor", InThisThread)
+    for module in (core, downstream):
+        monkeypatch.setattr(module, "ThreadPoolExecutor", InThisThread)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = f"--out {folder / 'out'} --corpus {folder}/*.txt --size 0.1 --workers 1 --every 3 "
     words += f"--examples 40 --steps 2 {TINY} --data.cache_folder {folder / 'cache'}"
