@@ -51,7 +51,8 @@ def run_entries(
     entries: Mapping[int, Entry], values: Mapping[str, str], seconds: float
 ) -> list[str]:
     """Run the entries, by their numbers, until the time is over. Return a line about each."""
-    end, lines = time.monotonic() + seconds, list[str]()
+    end = time.monotonic() + seconds
+    lines = list[str]()
     for number, entry in entries.items():
         minutes = int((end - time.monotonic()) / 60)
         missing = sorted(entry.needs - values.keys())
@@ -70,7 +71,8 @@ def run_entries(
 
 
 def main() -> None:
-    parser, entries = core.build_parser(__doc__), read_entries()
+    parser = core.build_parser(__doc__)
+    entries = read_entries()
     parser.add_argument("--minutes", type=core.positive, required=True)
     parser.add_argument("--out", type=Path, default=Path("outputs/backlog"))
     parser.add_argument("--text", action="append", default=[], metavar="NAME=PATHS")

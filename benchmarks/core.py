@@ -154,7 +154,8 @@ def train(
     It continues from a checkpoint in `folder`, if there is one.
     """
     words = command_line(settings | {"run.folder": str(folder)})
-    command, log = ["-m", "torchtitan_diloco", "train", *words], folder.with_suffix(".txt")
+    command = ["-m", "torchtitan_diloco", "train", *words]
+    log = folder.with_suffix(".txt")
     if run_program(command, log, seconds, **environment):
         raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-4000:]}")
     return read_records(folder)
@@ -186,7 +187,8 @@ def train_kept(
     says of the call that has trained it."""
 
     def measure() -> Record:
-        started, workers = time.monotonic(), settings.get("diloco.workers", "1")
+        started = time.monotonic()
+        workers = settings.get("diloco.workers", "1")
         records = train(folder / "run", settings, seconds=seconds, NPROC=workers)
         for checkpoint in [] if keep_checkpoints else folder.glob("run/worker-*/step-*"):
             shutil.rmtree(checkpoint)
@@ -294,7 +296,8 @@ def timed(task: Callable[[], object], device: torch.device = CPU) -> Seconds:
     """Time a task, including its work on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    started, cpu = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    cpu = time.process_time()
     task()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

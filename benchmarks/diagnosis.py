@@ -162,7 +162,8 @@ class Case:
     @property
     def expected(self) -> tuple[str, str] | None:
         """The right kind and culprit. `fault.also` is right, too."""
-        kind, culprit = self.fault.kind, f"worker {self.victim}"
+        kind = self.fault.kind
+        culprit = f"worker {self.victim}"
         kind = "stopped" if self.islands and kind == "lost" else kind
         if self.islands and "nan" in self.fault.inside:  # it is the first worker of its own job
             culprit = "worker 0"
@@ -199,7 +200,10 @@ def verdicts_in(text: str) -> list[tuple[str, str]]:
 
 def inject(case: Case, run: Run) -> None:
     """Begin a fault from outside of the victim's process."""
-    fault, network, victim, rate = case.fault, run.network, case.victim, case.rate
+    fault = case.fault
+    network = run.network
+    victim = case.victim
+    rate = case.rate
     if fault.signal:
         run.signal(victim, fault.signal)
     if fault.up < 1 or fault.down < 1:
@@ -214,7 +218,8 @@ def inject(case: Case, run: Run) -> None:
 
 
 def measure(case: Case, folder: Path) -> Outcome:
-    fault, victim = case.fault, case.victim
+    fault = case.fault
+    victim = case.victim
     # The first rank judges; anybody says whom it waits for; who heals itself says so.
     unable = fault.signal or fault.cut or fault.lossy or {"hang", "bit"} & fault.inside.keys()
     first = 1 if case.islands and victim == 0 else 0
@@ -232,7 +237,9 @@ def measure(case: Case, folder: Path) -> Outcome:
         for worker in range(case.workers):
             run.start(worker, fault=fault.inside if fault.by_all or worker == victim else {})
         run.reach(witnesses[0], BEGIN, seconds=240)  # who hangs does not end this step
-        before, began, seconds = verdicts_in(run.printed(*witnesses)), time.monotonic(), math.nan
+        before = verdicts_in(run.printed(*witnesses))
+        began = time.monotonic()
+        seconds = math.nan
         inject(case, run)
         end = began + watched
         while time.monotonic() < end and all(run.living[one].is_alive() for one in witnesses):
@@ -258,7 +265,8 @@ def measure(case: Case, folder: Path) -> Outcome:
 
 def write_history(folder: Path, outcome: Outcome) -> None:
     """Write the rounds around the fault, after a line about it."""
-    case, history = outcome.case, outcome.history
+    case = outcome.case
+    history = outcome.history
     about = {"fault": case.name, "workers": case.workers, "expected": case.expected, "begin": BEGIN}
     split = sum(one["step"] < BEGIN for one in history)
     lines = [about, *history[max(0, split - BEFORE) : split + AFTER]]
@@ -274,9 +282,12 @@ def write_history(folder: Path, outcome: Outcome) -> None:
 
 def row(outcomes: list[Outcome]) -> list[str]:
     """Return the row of a fault."""
-    right, otherwise, false = 0, Counter[str](), Counter[str]()
+    right = 0
+    otherwise = Counter[str]()
+    false = Counter[str]()
     for outcome in outcomes:
-        expected, also = outcome.case.expected, outcome.case.fault.also
+        expected = outcome.case.expected
+        also = outcome.case.fault.also
         correct = {expected, (also, expected[1])} if also and expected else {expected}
         first = outcome.said[0] if outcome.said else None
         if first in correct:
@@ -314,7 +325,8 @@ def main() -> None:
     parser.add_argument("--record", type=Path, metavar="DIR", help="write what the judge is told")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the programs, too
-    rows, rate = list[list[str]](), ISLANDS_RATE if options.islands else JOB_RATE
+    rows = list[list[str]]()
+    rate = ISLANDS_RATE if options.islands else JOB_RATE
     for workers, name in product(options.workers, options.faults):
         if options.islands and FAULTS[name].pair < 1:
             continue  # islands exchange through the store

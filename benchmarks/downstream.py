@@ -91,8 +91,10 @@ def find_sources(
     kinds: dict[Path, dict[str, object]] = {}
     for run in runs:
         saved = open_saved(run)
-        config, outer = saved.config, saved.config.diloco
-        facts = kinds[run] = common_facts(saved)
+        config = saved.config
+        outer = saved.config.diloco
+        facts = common_facts(saved)
+        kinds[run] = facts
         if controls_may_differ_in_tokens:
             key = "tokens of controls" if outer.method == "none" else "tokens of others"
             facts[key] = facts.pop("tokens")
@@ -127,7 +129,8 @@ def find_sources(
 
 def common_facts(saved: SavedModel) -> dict[str, object]:
     """Return what all runs that are compared have in common, by what it is called."""
-    config, manifest = saved.config, read_manifest(saved.path)
+    config = saved.config
+    manifest = read_manifest(saved.path)
     assert manifest.position is not None, "a checkpoint of a run"
     fingerprints = manifest.position.corpora
 
@@ -166,7 +169,8 @@ def read_held_out(saved: SavedModel) -> tuple[list[Text], list[Text]]:
         open_split(data, saved.tokenizer, "validation", name=name, worker=worker)
         for name in data.held_out_corpora
     ]
-    to_fit, to_test = list[Text](), list[Text]()
+    to_fit = list[Text]()
+    to_test = list[Text]()
     for tokens in corpora:
         count = min(len(tokens), HELD_OUT_TOKENS // len(corpora))
         ids = torch.from_numpy(tokens.read(0, count).astype("int64"))
@@ -186,7 +190,8 @@ def encode(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, length: int) 
 
     Contexts lose their first tokens if there are more than the model was trained with.
     """
-    inputs, targets = [], []
+    inputs = []
+    targets = []
     for context, answer in pairs:
         before, after = (
             torch.from_numpy(tokenizer.encode(text).astype("int64")) for text in (context, answer)
@@ -318,7 +323,8 @@ def counts(of_seeds: Sequence[str], chance: float) -> bool:
     The lower end of Wilson's interval has to be above chance. All seeds answer the same questions,
     so that they do not make the interval narrower.
     """
-    mean, z = statistics.mean(map(share, of_seeds)), statistics.NormalDist().inv_cdf(CLEARLY)
+    mean = statistics.mean(map(share, of_seeds))
+    z = statistics.NormalDist().inv_cdf(CLEARLY)
     n = len(of_seeds[0])
     spread = z * math.sqrt(mean * (1 - mean) / n + (z / n) ** 2 / 4)
     return (mean + z**2 / (2 * n) - spread) / (1 + z**2 / n) > chance
@@ -366,7 +372,8 @@ def answer_rows(results: Results, names: Sequence[str]) -> tuple[list[list[str]]
     A task counts if any model clearly beats chance: were only the control asked, tasks that it
     alone has learned would be shown, and those that it alone has not learned would be left out.
     """
-    rows, others = [], []
+    rows = []
+    others = []
     chances = next(iter(results.values()))["chance"]
     for task, phase in product(chances, PHASES):
         answers = {
@@ -444,8 +451,11 @@ def train_runs(
 
 
 def main() -> None:
-    parser, on_gpu = core.build_parser(__doc__), torch.cuda.is_available()
-    add, size, ratio = parser.add_argument, 15.0 if on_gpu else 0.8, 20.0 if on_gpu else 5.0
+    parser = core.build_parser(__doc__)
+    on_gpu = torch.cuda.is_available()
+    add = parser.add_argument
+    size = 15.0 if on_gpu else 0.8
+    ratio = 20.0 if on_gpu else 5.0
     add("--out", type=Path, required=True, metavar="DIR")
     add("--runs", type=Path, nargs="+", default=[], metavar="DIR", help="finished runs")
     add("--corpus", default="stdlib", help="text files, or a folder of token shards")
@@ -460,7 +470,8 @@ def main() -> None:
     add("--examples", type=core.positive, default=1000, help="questions a task: default 1000")
     add("--steps", type=core.positive, default=STEPS, help=f"of fine-tuning: default {STEPS}")
     options, words = parser.parse_known_args()
-    extra, out = core.parse_settings(parser, words, RESERVED), options.out.resolve()
+    extra = core.parse_settings(parser, words, RESERVED)
+    out = options.out.resolve()
     seconds = 60.0 * options.minutes if options.minutes else math.inf
     stage = scale.Stage(round(1e6 * options.size), "adamw")
     runs: dict[str, core.Settings] = {}

@@ -91,7 +91,8 @@ def example_of(context: str, right: str, wrong: Sequence[str], draw: random.Rand
 def name_next_identifier(text: Text, draw: random.Random) -> Example:
     """Ask for the identifier that continues the text, beside others that are drawn by frequency."""
     match = draw.choice(text.identifiers)
-    document, word = match.string, match[0]
+    document = match.string
+    word = match[0]
     wrong: list[str] = []
     while len(wrong) < 3:
         other = draw.choice(text.words[len(word)])
@@ -170,7 +171,8 @@ def make_examples(
 
     The same text and seed give the same examples.
     """
-    draw, examples = random.Random(f"{task}, {seed}"), dict[str, Example]()
+    draw = random.Random(f"{task}, {seed}")
+    examples = dict[str, Example]()
     for _ in range(TRIES * count):
         example = TASKS[task](text, draw)
         if example.context not in without:
@@ -187,7 +189,8 @@ def examples_of_all(
     task: str, texts: Sequence[Text], count: int, seed: object, without: Collection[str] = ()
 ) -> list[Example]:
     """Return examples of several corpora in turn, as many of each."""
-    known, of_texts = set(without), list[list[Example]]()
+    known = set(without)
+    of_texts = list[list[Example]]()
     for number, text in enumerate(texts[:count]):
         own = -(-(count - number) // len(texts))
         name = f"{seed}, corpus {number}" if number else seed

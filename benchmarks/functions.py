@@ -19,7 +19,8 @@ from torchtitan_diloco.data.text import TEXT_FIELD, standard_library
 
 def functions_of(source: str) -> Iterator[str]:
     """Yield the source of each function of a module, and of each method of its classes."""
-    lines, module = source.splitlines(), ast.parse(source)
+    lines = source.splitlines()
+    module = ast.parse(source)
     classes = [node.body for node in module.body if isinstance(node, ast.ClassDef)]
     for body in [module.body, *classes]:
         for node in body:

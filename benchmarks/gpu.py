@@ -126,7 +126,8 @@ MINIATURE = Scale(
 
 def bits(scale: Scale, _: Path) -> Iterator[Check]:
     """Compare wire formats and an outer round with those of the CPU."""
-    wrong, values = list[str](), 1e-3 * torch.randn(3 * UNIT + 77)
+    wrong = list[str]()
+    values = 1e-3 * torch.randn(3 * UNIT + 77)
     cases = list(product(FORMATS, scale.blocks))
     for name, block in cases:
         found = []
@@ -191,7 +192,8 @@ def step(scale: Scale, _: Path) -> Iterator[Check]:
     titan = train_step.titan_loops()
     for compiled, batch in ((False, 4), (True, 8)) if scale.on_gpu else ((False, 1),):
         changes = {"compile.enable": str(compiled).lower(), "training.batch_size": str(batch)}
-        kind, ours = f"batch {batch}, {'compiled' if compiled else 'eager'}", 0.0
+        kind = f"batch {batch}, {'compiled' if compiled else 'eager'}"
+        ours = 0.0
         # torchtitan's model takes longest to compile, so it runs only once.
         others = titan if compiled or not scale.on_gpu else []
         for name in [train_step.OURS, train_step.BARE, *others]:
@@ -202,11 +204,14 @@ def step(scale: Scale, _: Path) -> Iterator[Check]:
                 f"{result.tokens / seconds:,.0f} tokens/s, MFU {result.mfu_percent:.1f} %, "
                 f"{result.peak_bytes / GIB:.1f} GiB, ratio {ours / seconds:.3f}"
             )
-            expected, passed = "", None
+            expected = ""
+            passed = None
             if name == train_step.OURS and compiled:
-                expected, passed = "MFU 38 %", result.mfu_percent >= 38
+                expected = "MFU 38 %"
+                passed = result.mfu_percent >= 38
             elif name == train_step.TITAN and compiled:
-                expected, passed = "ratio at most 1 / 0.95", ours / seconds <= 1 / 0.95
+                expected = "ratio at most 1 / 0.95"
+                passed = ours / seconds <= 1 / 0.95
             yield Check(f"{name}, {kind}", expected, measured, passed)
 
 
@@ -280,7 +285,8 @@ def host(scale: Scale, folder: Path) -> Iterator[Check]:
 
 def describe_workers(lines: list[core.Record]) -> str:
     """Return what the records of a run of several workers show of its speed."""
-    totals, steps = totals_of(lines, streaming=True), core.steps_of(lines)
+    totals = totals_of(lines, streaming=True)
+    steps = core.steps_of(lines)
     seconds = [step["speed/seconds_per_step"] for step in steps if "speed/seconds_per_step" in step]
     memory = max(step["train/memory_gib"] for step in steps if "train/memory_gib" in step)
     return (
@@ -361,7 +367,8 @@ def save(scale: Scale, folder: Path) -> Iterator[Check]:
         "diloco.sync_every": "3",
         "checkpoint.every": "4",
     }
-    one, other = folder / "saved", folder / "resumed"
+    one = folder / "saved"
+    other = folder / "resumed"
     core.train(one, settings, NPROC="1")
     core.train(other, settings | {"training.stop_after": "4"}, NPROC="1")
     core.train(other, settings, NPROC="1")
@@ -410,13 +417,15 @@ PARTS: dict[str, tuple[Callable[[Scale, Path], Iterator[Check]], int]] = {
 def run_part(name: str, seconds: float, work: Path, more: list[str]) -> list[Check]:
     """Run a part in a process of its own. Return its checks, and one that says how it failed."""
     words = ["-m", "benchmarks.gpu", "--out", str(work), "--part", name, *more]
-    printed, checks = work / f"{name}.txt", work / f"{name}.jsonl"
+    printed = work / f"{name}.txt"
+    checks = work / f"{name}.jsonl"
     checks.unlink(missing_ok=True)
     try:
         code = core.run_program(words, printed, seconds)
         end = f"exit code {code}"
     except core.CutError:
-        code, end = 1, f"not done in {seconds:.0f} s"
+        code = 1
+        end = f"not done in {seconds:.0f} s"
     lines = checks.read_text().splitlines() if checks.exists() else []
     shown = [Check(**json.loads(line)) for line in lines]
     if code == 0:
@@ -437,9 +446,11 @@ def show_part(name: str, scale: Scale, work: Path) -> None:
 
 def run_parts(names: list[str], seconds: float, out: Path, more: list[str]) -> bool:
     """Run parts until the time is over, and write what they show. Return whether none failed."""
-    scale, end = MINIATURE if more else GPU, time.monotonic() + seconds
+    scale = MINIATURE if more else GPU
+    end = time.monotonic() + seconds
     made_by = records.provenance("benchmarks.gpu", sys.argv[1:], scale.device)
-    shown, log = list[tuple[str, Check]](), out / "gpu.txt"
+    shown = list[tuple[str, Check]]()
+    log = out / "gpu.txt"
     log.write_text("")
     with tempfile.TemporaryDirectory() as work:
         for name in names:

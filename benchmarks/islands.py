@@ -114,7 +114,8 @@ def run_of(
 
 def strike(run: IslandsRun, fault: str, worker: int) -> float:
     """Inject a fault, at this worker or at the host of the store. Return when it was over."""
-    network, host = run.network, run.host
+    network = run.network
+    host = run.host
     assert host is not None
     match fault:
         case "killed":
@@ -148,7 +149,8 @@ def strike(run: IslandsRun, fault: str, worker: int) -> float:
 
 def is_uploading(run: IslandsRun, worker: int) -> bool:
     """Return whether an island sends more than requests and notes."""
-    sent, seconds = run.network.counters(worker)[0], 0.15
+    sent = run.network.counters(worker)[0]
+    seconds = 0.15
     time.sleep(seconds)
     return run.network.counters(worker)[0] - sent > 200_000 * seconds
 
@@ -187,7 +189,8 @@ def join(folder: Path) -> Found:
         since = time.time()
         run.start(2)
         run.reach(2, 50)
-        audit, until = run.finish(), run.steps(2)[SYNC_EVERY]["time"]
+        audit = run.finish()
+        until = run.steps(2)[SYNC_EVERY]["time"]
         others = [worker for worker in run.living if worker != 2]
         before = run.traffic(others, SYNC_EVERY, until=since)
         while_joining = run.traffic(others, SYNC_EVERY, since, until)
@@ -205,7 +208,8 @@ def fast_and_slow(folder: Path, store: StoreKind = "serve") -> Found:
         run.start(0)
         run.start(1, sleep=4 * STEP)
         run.reach(1, 5)
-        since, audit = time.time(), run.finish()
+        since = time.time()
+        audit = run.finish()
         slot = run.slot(1)
         merged = 100 * audit["merged_samples"][slot] / run.trained()[slot]
         found = run.seen([0], since, but_last=SYNC_EVERY) | run.losses(audit, run.living)
@@ -221,7 +225,8 @@ def count_bytes(folder: Path, islands: int) -> Found:
         since = time.time()
         for worker in range(islands):
             run.reach(worker, 4 * SYNC_EVERY + 5, seconds=20 * seconds)
-        until, audit = time.time(), run.finish()
+        until = time.time()
+        audit = run.finish()
         found = run.traffic(range(islands), SYNC_EVERY, since, until)
         return found | run.losses(audit, range(islands))
 
@@ -232,11 +237,13 @@ def storm(folder: Path, seconds: float, store: StoreKind = "serve") -> Found:
     faults = [*STORM] if store == "serve" else [one for one in STORM if is_for(store, one)]
     with run_of(folder, islands=4, seconds=seconds, rate=MEDIUM, store=store) as run:
         run.start_all(4, 20)
-        began, merged = time.time(), run.steps(0)[-1]["merged"]
+        began = time.time()
+        merged = run.steps(0)[-1]["merged"]
         for number in range(int(seconds // STORM_EVERY)):
             if number % len(faults) == 0:
                 generator.shuffle(faults)
-            fault, worker = faults[number % len(faults)], generator.randrange(4)
+            fault = faults[number % len(faults)]
+            worker = generator.randrange(4)
             time.sleep(max(0.0, began + (number + 0.25) * STORM_EVERY - time.time()))
             whom = f"island {worker}" if fault in ISLAND_FAULTS else "the host"
             print(f"storm: {fault}, {whom}", flush=True)
@@ -264,7 +271,8 @@ def come_and_go_for(folder: Path, seconds: float) -> Found:
     generator = random.Random(folder.name)
     with run_of(folder, most, seconds=10 * seconds, begin=begin, store="folder") as run:
         run.start_all(begin, 20)
-        ends_at, starts = time.time() + seconds, begin
+        ends_at = time.time() + seconds
+        starts = begin
         while time.time() < ends_at:
             time.sleep(generator.uniform(0.5, 1.5) * pause)
             absent = [worker for worker in range(most) if worker not in run.living]
@@ -285,13 +293,15 @@ def come_and_go_for(folder: Path, seconds: float) -> Found:
 
 def summarize_store(run: IslandsRun) -> Found:
     """Return the most objects, and the largest decision, in each quarter of a run."""
-    objects, decisions = run.objects(), run.decisions()
+    objects = run.objects()
+    decisions = run.decisions()
     found = Found()
     for what, records, key in (
         ("objects", objects, "all"),
         ("decision, bytes", decisions, "bytes"),
     ):
-        began, ended = records[0]["time"], records[-1]["time"]
+        began = records[0]["time"]
+        ended = records[-1]["time"]
         for quarter in range(4):
             until = began + (quarter + 1) / 4 * (ended - began)
             since = until - (ended - began) / 4
@@ -329,7 +339,8 @@ def is_for(store: StoreKind, case: str) -> bool:
 
 def measure_faults(cases: Mapping[str, Measure], repeats: int, out: Path) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also ends all programs
-    results, out = dict[str, list[Found]](), out.absolute() / f"{time.time():.0f}"
+    results = dict[str, list[Found]]()
+    out = out.absolute() / f"{time.time():.0f}"
     for name, number in product(cases, range(repeats)):
         try:
             found = cases[name](out / re.sub(r"\W+", "-", name) / str(number))

@@ -46,7 +46,8 @@ class Case:
     """Case with which it is compared."""
 
 
-CONTROL, RARE = "lockstep", "lockstep, H = 30"
+CONTROL = "lockstep"
+RARE = "lockstep, H = 30"
 QUALITY = {
     CONTROL: Case(grace=60.0),
     "one job": Case(is_job=True),
@@ -67,9 +68,11 @@ QUALITY = {
 
 def come_and_go(run: IslandsRun, case: Case, tokens: int) -> None:
     """Start and stop islands as a case says, until the first has reached the end."""
-    died, clock = 0, run.job.clock
+    died = 0
+    clock = run.job.clock
     while not any(process.exitcode == 0 for process in run.living.values()):
-        now, phases = clock.value, zip(case.ends, case.islands, strict=True)
+        now = clock.value
+        phases = zip(case.ends, case.islands, strict=True)
         wanted = next((n for end, n in phases if now < end * tokens), case.islands[-1])
         for worker in range(max(case.islands)):
             if worker < wanted and worker not in run.living and now < tokens:
@@ -88,7 +91,8 @@ def come_and_go(run: IslandsRun, case: Case, tokens: int) -> None:
 
 
 def train_case(case: Case, tokens: int, seed: int, folder: Path) -> core.Record:
-    begin, most = case.islands[0], max(case.islands)
+    begin = case.islands[0]
+    most = max(case.islands)
     settings = island_settings(SAMPLES) | {
         "training.tokens": str(tokens),
         "lr_schedule.warmup": str(3 * tokens // (10 * begin * SAMPLES * LENGTH)),

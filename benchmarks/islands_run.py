@@ -61,7 +61,9 @@ def watch(location: str, folder: Path, is_over: Event) -> None:
 
 def follow(audit: Audit, store: Store, folder: Path, is_over: Event) -> None:
     """Write down decisions, and now and then the numbers of objects."""
-    newest, counted_at, is_last = 0, -math.inf, False
+    newest = 0
+    counted_at = -math.inf
+    is_last = False
     with (
         (folder / "decisions.jsonl").open("w", buffering=1) as decisions,
         (folder / "objects.jsonl").open("w", buffering=1) as objects,
@@ -122,7 +124,8 @@ class IslandsRun(Run):
     def __enter__(self) -> Self:
         super().__enter__()
         assert self.host is not None
-        log, given = self.folder / "watch.txt", (self.host.location, self.folder, self._is_over)
+        log = self.folder / "watch.txt"
+        given = (self.host.location, self.folder, self._is_over)
         self._watching = self.network.fork(self.workers, watch, log, *given)
         return self
 
@@ -195,7 +198,8 @@ class IslandsRun(Run):
         `but_last`: number of the last steps to leave out, in which islands wait until the run has
         merged all of its tokens.
         """
-        stalls, idle = [], []
+        stalls = []
+        idle = []
         for worker in workers:
             steps = self.steps(worker, since, until)
             steps = steps[: len(steps) - but_last]
@@ -220,13 +224,16 @@ class IslandsRun(Run):
         """Return the bytes of the links of these islands, by the counters of the kernel, and those
         of the versions that they have applied, as multiples of the parts that they have sent in
         whole cycles of this time span."""
-        up, down, versions = list[float](), list[float](), list[float]()
+        up = list[float]()
+        down = list[float]()
+        versions = list[float]()
         for worker in workers:
             steps = self.steps(worker, since, until)
             cycles = (len(steps) - 1) // sync_every
             if cycles < 1:
                 raise SystemExit(f"worker {worker} has taken {len(steps)} steps: no whole cycle")
-            first, last = steps[0], steps[cycles * sync_every]
+            first = steps[0]
+            last = steps[cycles * sync_every]
             parts = last["parts"] - first["parts"]
             up.append((last["up"] - first["up"]) / parts)
             down.append((last["down"] - first["down"]) / parts)
@@ -248,7 +255,8 @@ class IslandsRun(Run):
 
     def trained(self) -> Counter[int]:
         """Return the steps that the owners of each slot have taken."""
-        found, slot = Counter[int](), 0
+        found = Counter[int]()
+        slot = 0
         for note in (note for worker in range(self.workers) for note in self.noted(worker, "time")):
             slot = note.get("slot", slot)
             found[slot] += "step" in note

@@ -26,7 +26,8 @@ from typing import Any, Self
 
 from tests.processes import FORKS
 
-INTERFACE, LOOPBACK = "eth0", "lo"
+INTERFACE = "eth0"
+LOOPBACK = "lo"
 PORT = 29500
 LARGEST, BURST = 15_000, 16_384
 """Bytes that leave a socket as one packet, and the least that a link sends at once. With a smaller
@@ -93,7 +94,9 @@ class Program:
     """A program in a network, and its log."""
 
     def __init__(self, process: "subprocess.Popen[Any]", log: Path) -> None:
-        self.process, self.log, self.pid = process, log, process.pid
+        self.process = process
+        self.log = log
+        self.pid = process.pid
 
     @property
     def running(self) -> bool:
@@ -122,7 +125,9 @@ class Program:
 class Network:
     def __init__(self, workers: int, *, up: float = math.inf, down: float = math.inf) -> None:
         """`up`, `down`: Mbit/s from and to each worker."""
-        self.workers, self._up, self._down = workers, up, down
+        self.workers = workers
+        self._up = up
+        self._down = down
         self._user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         self._holders: list[subprocess.Popen[str]] = []
         self._programs: list[Program] = []
@@ -229,7 +234,8 @@ class Network:
             program.wait(10)
         for holder in reversed(self._holders):
             holder.communicate()  # closes its standard input
-        self._programs, self._holders = [], []
+        self._programs = []
+        self._holders = []
 
     @property
     def switch(self) -> "subprocess.Popen[str]":
@@ -260,7 +266,8 @@ class Network:
             self._hold(
                 [*self.inside(self.switch), "unshare", "--net", "--uts"], self.address(worker)
             )
-            namespace, port = self.namespace(worker), port_of(worker)
+            namespace = self.namespace(worker)
+            port = port_of(worker)
             peer = f"peer name {INTERFACE} netns {namespace.pid}"
             self._run(self.switch, f"ip link add {port} type veth {peer}")
             self._run(self.switch, f"ip link set {port} gso_max_size {LARGEST} master switch up")

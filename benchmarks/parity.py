@@ -58,7 +58,8 @@ class Table:
 
     def settings(self, name: str) -> core.Settings:
         """Return all settings of a run."""
-        file, shape = read_tables(), read_tables().shapes[self.shape]
+        file = read_tables()
+        shape = read_tables().shapes[self.shape]
         run = file.defaults | shape | file.parse_terms(self.common) | file.parse_terms(name)
         if run["diloco.method"] == "none":  # runs that differ in other settings are the same
             run = {key: value for key, value in run.items() if not key.startswith("diloco.")}
@@ -206,7 +207,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=core.positive, help="stop then (default: no limit)")
     parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
     options, words = parser.parse_known_args()
-    table, extra = tables[options.table], core.parse_settings(parser, words, RESERVED)
+    table = tables[options.table]
+    extra = core.parse_settings(parser, words, RESERVED)
     controls = table.controls
     names = [name.strip() for name in options.runs.split(";") if name.strip()] or list(controls)
     if unknown := set(names) - controls.keys():

@@ -384,8 +384,10 @@ def parse_size(text: str) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser, on_gpu = core.build_parser(__doc__), torch.cuda.is_available()
-    add, sizes = parser.add_argument, "15M,35M" if on_gpu else "0.1M,0.4M,1.6M"
+    parser = core.build_parser(__doc__)
+    on_gpu = torch.cuda.is_available()
+    add = parser.add_argument
+    sizes = "15M,35M" if on_gpu else "0.1M,0.4M,1.6M"
     add("--out", type=Path, metavar="DIR", help="folder of the results")
     add("--minutes", type=core.positive, help="time for all of it")
     add("--show", action="store_true", help="print the table of the records, and draw the sizes")
@@ -428,7 +430,9 @@ def open_session(parser: argparse.ArgumentParser, words: list[str], started: flo
 
 
 def main() -> None:
-    parser, words, started = build_parser(), sys.argv[1:], time.monotonic()
+    parser = build_parser()
+    words = sys.argv[1:]
+    started = time.monotonic()
     options, _ = parser.parse_known_args(words)
     if options.show:
         scale_results.show(records.read("scale"))
@@ -438,7 +442,8 @@ def main() -> None:
     session = open_session(parser, words, started)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made_by = records.provenance("benchmarks.scale", words, device)
-    known, measured = records.read("scale", (records.RECORDS, options.out)), list[core.Record]()
+    known = records.read("scale", (records.RECORDS, options.out))
+    measured = list[core.Record]()
     # All optimizers of a size come before the next size.
     names = product(sorted(set(options.sizes)), options.optimizers)
     workers = sorted(map(int, options.workers))

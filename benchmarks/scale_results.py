@@ -72,7 +72,8 @@ def find_pairs(records: Sequence[core.Record]) -> list[Pair]:
         control = controls.get(tuple(row[key] for key in same))
         if not row["every"] or control is None:
             continue
-        of_control, of_row = dict(control["curve"]), dict(row["curve"])
+        of_control = dict(control["curve"])
+        of_row = dict(row["curve"])
         if both := of_control.keys() & of_row.keys():
             tokens = max(both)
             pairs.append(Pair(row, control, tokens, (of_control[tokens], of_row[tokens])))
@@ -126,7 +127,8 @@ def draw_sizes(records: Sequence[core.Record], path: Path) -> None:
     axes.axhline(0, color=AXIS, lw=1)
     curves: dict[str, list[tuple[float, float, float, float]]] = {}
     for group in group_seeds(find_pairs(records)):
-        row, gaps = group[0].row, [pair.gap for pair in group]
+        row = group[0].row
+        gaps = [pair.gap for pair in group]
         if not group[0].is_whole:
             continue
         name = f"here: {row['optimizer']}, {describe_kind(row)}"

@@ -28,7 +28,8 @@ from benchmarks import core, torchft_loop
 from benchmarks.network import Network
 from torchtitan_diloco.base.user import install_command
 
-SYNC_EVERY, DELAY = 100, 5
+SYNC_EVERY = 100
+DELAY = 5
 COMMON = {
     "model.activation": "gelu",
     "model.layers": "6",
@@ -52,8 +53,10 @@ COMMON = {
     "distributed.train_timeout_seconds": "3600",
 }
 """4.8M parameters in 3 fragments of 2 blocks and a small one. A step takes 0.1 s on one core."""
-DATA_PARALLEL, HALF_GRADIENTS = "data parallel", "data parallel with bf16 gradients"
-TORCHFT, OURS = "torchft", "streaming + overlap + fp4"
+DATA_PARALLEL = "data parallel"
+HALF_GRADIENTS = "data parallel with bf16 gradients"
+TORCHFT = "torchft"
+OURS = "streaming + overlap + fp4"
 AT_ONCE = {"diloco.overlap.delay": "0", "diloco.overlap.mixing": "0"}
 METHODS: dict[str, core.Settings] = {
     DATA_PARALLEL: {"diloco.method": "none"},
@@ -117,8 +120,10 @@ def run_workers(method: str, rate: float, settings: core.Settings, folder: Path)
     folder.mkdir(parents=True)
     program = "benchmarks.torchft_loop" if method == TORCHFT else "torchtitan_diloco.train"
     words = core.command_line(settings | {"run.folder": str(folder)})
-    command, log = [sys.executable, "-m", program, *words], folder / "log.txt"
-    samples, workers = Samples(), range(int(settings["diloco.workers"]))
+    command = [sys.executable, "-m", program, *words]
+    log = folder / "log.txt"
+    samples = Samples()
+    workers = range(int(settings["diloco.workers"]))
     with Network(len(workers), up=rate, down=rate) as network:
         programs = [
             network.launch(worker, command, log, WORKER_ADDRESS=network.address(worker))
@@ -164,7 +169,8 @@ def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> 
     def run() -> core.Record:
         samples = run_workers(method, rate, settings, folder)
         records = core.steps_of(core.read_records(folder))
-        workers, cycle = int(settings["diloco.workers"]), cycle_of(method, rate)
+        workers = int(settings["diloco.workers"])
+        cycle = cycle_of(method, rate)
         return asdict(summarize(records, samples, workers, cycle))
 
     return Measured(**core.kept(folder, settings, run))
@@ -183,7 +189,8 @@ def utilizations(runs: Runs, rate: float, method: str) -> list[float]:
 
 
 def row(runs: Runs, rate: float, method: str) -> list[str]:
-    found, used = runs[rate, method], utilizations(runs, rate, method)
+    found = runs[rate, method]
+    used = utilizations(runs, rate, method)
     free = [1 - (run.exposed_seconds or 0.0) / run.seconds_per_step for run in found]
     if method.startswith(DATA_PARALLEL):
         free = [min(1.0, share) for share in used]
@@ -223,7 +230,8 @@ def main() -> None:
         del settings[TORCHFT]
     for own in settings.values():
         core.load(own)
-    runs, rates = dict[tuple[float, str], list[Measured]](), sorted({math.inf, *options.rates})
+    runs = dict[tuple[float, str], list[Measured]]()
+    rates = sorted({math.inf, *options.rates})
     # All methods and rates are in each repeat: a drift of the machine affects them alike.
     for repeat, rate, name in product(range(options.repeats), reversed(rates), settings):
         own = settings[name] | run_length(cycle_of(name, rate))

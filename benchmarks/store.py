@@ -47,7 +47,8 @@ def opened(kind: str) -> Iterator[Store]:
 def rates(store: Store, kind: str, streams: int, megabytes: float, rounds: int) -> list[str]:
     """Return a row about a large object."""
     content = os.urandom(round(1e6 * megabytes))
-    up, down = list[core.Seconds](), list[core.Seconds]()
+    up = list[core.Seconds]()
+    down = list[core.Seconds]()
     with LargeObjects(store, streams) as large:
         for number in range(1 + rounds):
             name = f"{OWN}large-{streams}-{number}"
@@ -90,7 +91,8 @@ def main() -> None:
     add("--megabytes", type=float, default=64.0)
     add("--rounds", type=core.positive, default=7)
     options = parser.parse_args()
-    of_rates, of_times = list[list[str]](), list[list[str]]()
+    of_rates = list[list[str]]()
+    of_times = list[list[str]]()
     for kind in options.stores:
         with opened(kind) as store:
             for streams in options.streams:

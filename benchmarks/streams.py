@@ -57,7 +57,9 @@ ADDRESSES, PROXY_ADDRESS = ("10.0.0.1", "10.0.1.1"), "10.0.0.2"
 INTERFACES = INTERFACE, "eth1"
 PROXY_PORT = 9
 SO_ORIGINAL_DST = 80
-PIECE, AHEAD, BURST = 2**17, 2e-3, 1e-2
+PIECE = 2**17
+AHEAD = 2e-3
+BURST = 1e-2
 STREAM_RATE, RATE = 200 / 8e-6, 800 / 8e-6
 """Bytes per second of a connection, and of all of them in a direction."""
 REPEATS = 3
@@ -86,7 +88,8 @@ async def pass_on(source: socket.socket, sink: socket.socket, link: Bucket, dela
 
     `link` is shared by all connections in this direction.
     """
-    loop, own = asyncio.get_running_loop(), Bucket(STREAM_RATE)
+    loop = asyncio.get_running_loop()
+    own = Bucket(STREAM_RATE)
     queue = asyncio.Queue[tuple[float, bytes]]()
 
     async def deliver() -> None:
@@ -112,7 +115,8 @@ async def pass_on(source: socket.socket, sink: socket.socket, link: Bucket, dela
 
 async def serve(delay: float) -> None:
     """Run the proxy. `delay`: seconds of one way."""
-    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    loop = asyncio.get_running_loop()
+    tasks = set[asyncio.Task[None]]()
     towards = {address: Bucket(RATE) for address in ADDRESSES}
     listening = socket.create_server(("", PROXY_PORT), backlog=512)
     listening.setblocking(False)
@@ -120,7 +124,8 @@ async def serve(delay: float) -> None:
     async def connect(near: socket.socket) -> None:
         packed = near.getsockopt(socket.SOL_IP, SO_ORIGINAL_DST, 16)
         port, host = struct.unpack("!2xH4s8x", packed)
-        far, address = socket.socket(), socket.inet_ntoa(host)
+        far = socket.socket()
+        address = socket.inet_ntoa(host)
         with near, far, contextlib.suppress(OSError):
             if address not in towards:
                 return  # it was not redirected
@@ -208,7 +213,8 @@ def exchange(
         timeout_seconds=600,
         streams=world.streams,
     )
-    header, rates = Header(0, 1, 0, 0, 0, weight=1.0, checksum=0), list[float]()
+    header = Header(0, 1, 0, 0, 0, weight=1.0, checksum=0)
+    rates = list[float]()
     for _ in range(1 + rounds):
         started = time.perf_counter()
         made.average(delta, header)
@@ -230,7 +236,8 @@ def large_objects(
 ) -> tuple[list[float], list[float]]:
     """Return the bytes per second of all uploads and downloads."""
     content = os.urandom(round(megabytes * 1e6))
-    up, down = list[float](), list[float]()
+    up = list[float]()
+    down = list[float]()
     store = open_store(location)
     with LargeObjects(store, streams) as large:
         for number in range(1 + rounds):
@@ -300,7 +307,8 @@ def measure_short(options: argparse.Namespace, rate: float) -> list[list[str]]:
 
 def main() -> None:
     parser = core.build_parser(__doc__)
-    add, numbers = parser.add_argument, core.list_of(float)
+    add = parser.add_argument
+    numbers = core.list_of(float)
     add("--latency", type=numbers, default=[50.0, 100.0], help="round trips, in ms")
     add("--streams", type=core.list_of(int), default=[1, 2, 4, 8])
     add("--megabytes", type=float, default=64.0)

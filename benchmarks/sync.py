@@ -185,13 +185,15 @@ def measure(case: Case) -> tuple[list[tuple[float, ...]], float]:
     model = Decoder(resolve_shape(config), vocab_size=16_384).to(world.device)
     for _ in range(3):
         inner_step(model, world.worker)
-    plain, syncs = peak_megabytes(), list[tuple[float, ...]]()
+    plain = peak_megabytes()
+    syncs = list[tuple[float, ...]]()
     outer, step = build_loop(model, world, case)
     for number in range(case.rounds + 1):
         dist.barrier()
         server = sum(map(cpu_seconds, case.servers))
         dist.barrier()
-        cpu, exposed = time.process_time(), 0.0
+        cpu = time.process_time()
+        exposed = 0.0
         for _ in range(case.sync_every):
             inner = time.thread_time()
             inner_step(model, world.worker)

@@ -250,7 +250,8 @@ class Measured:
 
     def idle(self) -> float:
         """Return the CPU time of a second in which nothing is merged."""
-        cpu, began = cpu_seconds(self.host.syncer), time.monotonic()
+        cpu = cpu_seconds(self.host.syncer)
+        began = time.monotonic()
         self.wait(lambda _: time.monotonic() > began + IDLE_SECONDS, "the end of a pause")
         return (cpu_seconds(self.host.syncer) - cpu) / (time.monotonic() - began)
 
@@ -260,7 +261,8 @@ class Measured:
         pid = self.host.syncer
         for puppet in self.puppets:
             puppet.train_cycle()
-        cpu, began = cpu_seconds(pid), time.monotonic()
+        cpu = cpu_seconds(pid)
+        began = time.monotonic()
         most = before
         self.write_notes()
 

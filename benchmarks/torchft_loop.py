@@ -91,7 +91,9 @@ class TorchftLoop(DataParallel):
             nn.ParameterDict({part.name.replace(".", "_"): part.parameter for part in one.parts})
             for one in build_fragments(model, config.fragments)
         ]
-        outer, self._begun, self._reported = config.outer_optimizer, 0.0, 0.0
+        outer = config.outer_optimizer
+        self._begun = 0.0
+        self._reported = 0.0
         optimizer.register_step_post_hook(self._begin)
         DiLoCo(
             self._manager,
@@ -114,7 +116,8 @@ class TorchftLoop(DataParallel):
         self.exposed_seconds += time.perf_counter() - self._begun
 
     def metrics(self) -> dict[str, float]:
-        before, self._reported = self._reported, self.exposed_seconds
+        before = self._reported
+        self._reported = self.exposed_seconds
         return {"worker/exposed_seconds": self.exposed_seconds - before}
 
     def describe(self) -> list[str]:

@@ -42,7 +42,9 @@ from torchtitan_diloco.trainer import Trainer
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 ONE_WORKER = {"diloco.workers": "1", "validation.every": "0", "diloco.method": "none"}
-OURS, BARE, TITAN = "torchtitan_diloco", "bare PyTorch loop", "torchtitan's Llama 3, bare loop"
+OURS = "torchtitan_diloco"
+BARE = "bare PyTorch loop"
+TITAN = "torchtitan's Llama 3, bare loop"
 OUTER_STEPS = 1000
 """Number of calls of the outer loop that are timed together."""
 HEADER = "loop | tokens/s | ratio | CPU ms a step | MFU % | peak GiB"
@@ -90,7 +92,8 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
 
 
 def bare_loop(model: nn.Module, blocks: nn.Module, trainer: Trainer, batches: Batches) -> Loop:
-    config, device = trainer.config, trainer.world.device
+    config = trainer.config
+    device = trainer.world.device
     if config.compile.enable:
         for block in blocks.children():
             block.compile(fullgraph=True)
@@ -162,11 +165,13 @@ def measure(names: Sequence[str], settings: core.Settings, rounds: int, steps: i
     """Measure loops in turns."""
     config = core.load(settings | ONE_WORKER)
     trainer, batches, ours = build_trainer_loop(config)
-    device, builders = trainer.world.device, {BARE: bare_pytorch, TITAN: bare_torchtitan}
+    device = trainer.world.device
+    builders = {BARE: bare_pytorch, TITAN: bare_torchtitan}
     loops = {name: builders[name](trainer, batches) if name != OURS else ours for name in names}
     turns = {name: partial(run_steps, loop, steps, device) for name, loop in loops.items()}
     found = core.take_turns(turns, rounds)
-    tokens, peak = trainer.plan.tokens_per_step, peak_flops(device)
+    tokens = trainer.plan.tokens_per_step
+    peak = peak_flops(device)
     flops = tokens * flops_per_token(trainer.model, config.training.sequence_length)
     memory = peak_memory_bytes(device) if device.type == "cuda" else 0
     results = []
@@ -199,7 +204,8 @@ def build_row(result: Result, ours: Result) -> list[str]:
 
 def part_seconds(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of an `outer.step()` between exchanges, and of inner optimizers."""
-    config, device = trainer.config, trainer.world.device
+    config = trainer.config
+    device = trainer.world.device
     streaming = replace(config.diloco, method="streaming")
     outer = StreamingDiLoCo(trainer.model, None, streaming, total_steps=trainer.plan.total_steps)
 
@@ -229,7 +235,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=core.positive, default=7)
     parser.add_argument("--steps", type=core.positive, default=10, help="of each loop in a round")
     options, words = parser.parse_known_args()
-    settings, counts = core.parse_settings(parser, words), (options.rounds, options.steps)
+    settings = core.parse_settings(parser, words)
+    counts = (options.rounds, options.steps)
     config = core.load(settings | ONE_WORKER)
     device = pick_device(config.run.device, 0)
     names = [OURS, BARE, *titan_loops()]
@@ -237,7 +244,8 @@ def main() -> None:
         results = [measure_alone(name, settings, *counts) for name in names]
     else:
         results = measure(names, settings, *counts)
-    trainer, ours = build_trainer_loop(config)[0], results[0]
+    trainer = build_trainer_loop(config)[0]
+    ours = results[0]
     parts = part_seconds(trainer, options.rounds)
     leave_world(trainer.world)
 

@@ -132,10 +132,12 @@ class Worker(Trainer):
         return batches
 
     def train_step(self, batches: Iterator[Batch]) -> Any:
-        job, started = self.job, time.time()
+        job = self.job
+        started = time.time()
         usual = statistics.median(self.durations or [0.0])
         time.sleep(job.sleep * (1 + self.amount("compute")) + (job.slow - 1) * usual)
-        begun, exposed = time.time(), self.exposed
+        begun = time.time()
+        exposed = self.exposed
         if self.step == BEGIN - 1:
             self.break_once()
         if self.amount("outlier"):
@@ -169,13 +171,15 @@ class Worker(Trainer):
             copy = self.outer.loop.states[0].outer  # type: ignore[union-attr]
             copy.view(torch.int32)[0] ^= 1 << 20
         if "clock" in fault:
-            now, jump = time.time, fault["clock"]
+            now = time.time
+            jump = fault["clock"]
             setattr(time, "time", lambda: now() + jump)  # noqa: B010
         if "disk" in fault:
             full = OSError(errno.ENOSPC, "No space left on device")
             setattr(checkpoint, "save_file", mock.Mock(side_effect=full))  # noqa: B010
         if "save" in fault:
-            save, seconds = Checkpointer.save, self.job.sleep * fault["save"]
+            save = Checkpointer.save
+            seconds = self.job.sleep * fault["save"]
 
             def slow_save(checkpointer: Checkpointer, *progress: Any) -> float:
                 time.sleep(seconds)
@@ -209,7 +213,8 @@ def record_inputs(path: Path) -> None:
 def delay_uploads(steps: int) -> None:
     """Store each part of this island only so many steps after it was encoded."""
     encoded = deque[float]()  # when each part was, as uploads are in this order
-    store, create = Link.store, LargeObjects.create
+    store = Link.store
+    create = LargeObjects.create
 
     def noted_store(link: Link, part: Any, payload: Any) -> None:
         if payload is not None:
@@ -228,7 +233,8 @@ def delay_uploads(steps: int) -> None:
 
 def run_worker(job: Job, notes: Path, history: Path) -> None:
     """Train, as the program of a user does."""
-    Worker.job, Worker.notes = job, notes
+    Worker.job = job
+    Worker.notes = notes
     if job.hasty:
         for kind, rates in list(RATES.items()):
             RATES[kind] = rates._replace(grace=0.0)
@@ -257,7 +263,10 @@ class Run:
     ) -> None:
         """`store`: that of islands. None: the workers are one job. `rate`: of the link of each
         worker, in Mbit/s."""
-        self.folder, self.workers, self.job, self.store = folder, workers, job, store
+        self.folder = folder
+        self.workers = workers
+        self.job = job
+        self.store = store
         self.rate = rate
         places = workers + (store is not None)
         self.network = NoNetwork() if store == "folder" else Network(places, up=rate, down=rate)
@@ -299,9 +308,12 @@ class Run:
     def start(self, worker: int, **changes: Any) -> None:
         """Start a worker with changes of its job."""
         self.started[worker] = time.time()
-        run, variables, own = "run", self.network.rank_variables(worker), core.Settings()
+        run = "run"
+        variables = self.network.rank_variables(worker)
+        own = core.Settings()
         if self.host is not None:
-            run, variables = f"run-{worker}-{self.started[worker]:.2f}", {}
+            run = f"run-{worker}-{self.started[worker]:.2f}"
+            variables = {}
             own = {"islands.join": self.host.join(worker), "islands.name": site_of(worker)}
         own["run.folder"] = str(self.folder / run)
         counted = self.store == "serve"

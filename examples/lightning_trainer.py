@@ -22,13 +22,16 @@ class DiLoCo(pl.Callback):
     """
 
     def __init__(self, group: dist.ProcessGroup | None, config: DiLoCoConfig) -> None:
-        self.group, self.config = group, config
+        self.group = group
+        self.config = config
         self.outer: StreamingDiLoCo | None = None
         self.saved: dict[str, Any] = {}
-        self.validation, self.steps = ExitStack(), 0
+        self.validation = ExitStack()
+        self.steps = 0
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        (optimizer,), self.steps = trainer.optimizers, trainer.global_step
+        self.steps = trainer.global_step
+        (optimizer,) = trainer.optimizers
         worker = {name: value.clone() for name, value in module.state_dict().items()}
         length = max(0, trainer.max_steps)  # -1: not set
         self.outer = StreamingDiLoCo(

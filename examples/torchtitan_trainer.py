@@ -41,7 +41,8 @@ class LoaderPerWorker:
     """Builds torchtitan's loader for the ranks of all workers, so that each reads its own part."""
 
     def __init__(self, config: Any) -> None:
-        self.config, self.to_dict = config, config.to_dict
+        self.config = config
+        self.to_dict = config.to_dict
 
     def build(self, *, dp_world_size: int, dp_rank: int, **others: Any) -> Any:
         dp_rank += dp_world_size * (dist.get_rank() * WORKERS // dist.get_world_size())
@@ -57,10 +58,12 @@ class DiLoCoTrainer(Trainer):
         super().__init__(config)
 
     def init_distributed(self) -> ParallelDims:
-        comm, folder = self.config.comm, self.config.dump_folder
+        comm = self.config.comm
+        folder = self.config.dump_folder
         on_gpu = utils.device_type != "cpu"
         dist_utils.init_distributed(comm, enable_cpu_backend=on_gpu, base_folder=folder)  # for gloo
-        shape, names = (WORKERS, dist.get_world_size() // WORKERS), ("worker", "world")
+        shape = (WORKERS, dist.get_world_size() // WORKERS)
+        names = ("worker", "world")
         self.mesh = init_device_mesh(utils.device_type, shape, mesh_dim_names=names)
         row = self.mesh["world"]
         dims = ParallelDims.from_config(self.config.parallelism, row.size())
@@ -71,7 +74,8 @@ class DiLoCoTrainer(Trainer):
     def train(self) -> None:
         row = self.mesh["world"].mesh.tolist()
         shards = dist.new_group(row, backend="gloo", use_local_synchronization=True)
-        (model,), (optimizer,) = self.model_parts, self.optimizers.optimizers
+        (model,) = self.model_parts
+        (optimizer,) = self.optimizers.optimizers
         self.outer = StreamingDiLoCo(
             model,
             self.mesh["worker"].get_group(),

@@ -28,10 +28,12 @@ class DiLoCo(TrainerCallback):
     """
 
     def __init__(self, group: dist.ProcessGroup | None, config: DiLoCoConfig) -> None:
-        self.group, self.config = group, config
+        self.group = group
+        self.config = config
 
     def on_train_begin(self, args: Any, state: Any, _control: Any, **parts: Any) -> None:
-        model, optimizer = parts["model"], parts["optimizer"]
+        model = parts["model"]
+        optimizer = parts["optimizer"]
         worker = {name: value.clone() for name, value in model.state_dict().items()}
         self.outer = StreamingDiLoCo(
             model,

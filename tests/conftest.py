@@ -51,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     longest = [item for item in items if item.get_closest_marker("long")]
     others = [item for item in items if not item.get_closest_marker("long")]
-    end, ordered = 0, list[pytest.Item]()
+    end = 0
+    ordered = list[pytest.Item]()
     for worker in range(workers):
         end += (len(items) - end) // (workers - worker)
         ordered += longest[worker::workers]
@@ -71,7 +72,8 @@ def pytest_collection_finish() -> None:
 def package_logging() -> Iterator[None]:
     """Undo what a run in this process sets up: its handler holds the stdout of a test."""
     yield
-    logger.handlers, logger.propagate = [], True
+    logger.handlers = []
+    logger.propagate = True
     logger.setLevel(logging.NOTSET)
 
 

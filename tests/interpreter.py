@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tests.programs import Program
 
-PACKAGE, COMMAND = "torchtitan_diloco", "torchtitan-diloco"
+PACKAGE = "torchtitan_diloco"
+COMMAND = "torchtitan-diloco"
 SCRIPT = f"""#!/bin/sh
 case "$*" in
 "-u -m {PACKAGE} "* | "-m {PACKAGE} "* | */bin/{COMMAND}\\ *)

@@ -85,7 +85,8 @@ def metadata_server() -> Iterator[MetadataServer]:
             self.wfile.write(text.encode())
             said.asked.release()
 
-        do_GET = do_PUT = reply
+        do_GET = reply
+        do_PUT = reply
 
         def log_message(self, *_: object) -> None:
             pass

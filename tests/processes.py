@@ -83,7 +83,8 @@ class ProcessPool:
                 try:
                     failed, results[rank] = pipes[rank].recv()
                 except (EOFError, ConnectionResetError):
-                    failed, results[rank] = rank not in dying, DIED
+                    failed = rank not in dying
+                    results[rank] = DIED
                 pending.discard(rank)
                 if failed:
                     failures.append(f"--- rank {rank} ---\n{results[rank]}")
@@ -114,7 +115,8 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    clean, joined = dict(os.environ), True
+    clean = dict(os.environ)
+    joined = True
     while True:
         try:
             function, arguments, environment = pipe.recv()

@@ -48,7 +48,8 @@ def build_mine(config: Model, vocab_size: int, _sequence_length: int) -> Mine:
 def _start(chosen: dict[str, str], copies: dict[str, Path]) -> dict[str, str]:
     """Return the error for each file that differs on rank 1, which has a copy of the code."""
     config = load_config("debug", chosen)
-    world, found = join(config), {}
+    world = join(config)
+    found = {}
     for changed, copy in copies.items():
         with pytest.MonkeyPatch.context() as patched:
             if world.rank == 1:

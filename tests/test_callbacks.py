@@ -47,8 +47,11 @@ def test_the_callback_of_transformers_is_a_loop_of_ones_own(tmp_path: Path) -> N
     """Its hooks are called as Trainer calls them, which needs accelerate."""
     pytest.importorskip("transformers")
     args = SimpleNamespace(world_size=1, output_dir=str(tmp_path))
-    own, model = Net(), Net()
-    outer, optimizer, own_optimizer = StreamingDiLoCo(own, None, config()), sgd(model), sgd(own)
+    own = Net()
+    model = Net()
+    outer = StreamingDiLoCo(own, None, config())
+    optimizer = sgd(model)
+    own_optimizer = sgd(own)
     (tmp_path / "checkpoint-11").mkdir()
     for first, last in ((1, 11), (12, 20)):
         callback = build_callback("transformers_trainer")
@@ -81,7 +84,9 @@ def _with_lightning(folder: Path) -> list[Run]:
     class Module(pl.LightningModule):  # type: ignore[misc]
         def __init__(self, callback: Any) -> None:
             super().__init__()
-            self.net, self.callback, self.saw_shared = Net(), callback, False
+            self.net = Net()
+            self.callback = callback
+            self.saw_shared = False
 
         def training_step(self, one: dict[str, Tensor], _: int) -> Tensor:
             logits = self.net(one["tokens"])

@@ -267,7 +267,8 @@ def test_every_command_works_in_a_new_shell(path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_a_page_names_is_there(page: Path) -> None:
     folders = r"torchtitan_diloco|docs|train_configs|scripts|benchmarks|tests|examples|\.ci"
-    text, package = page.read_text(), REPOSITORY / "torchtitan_diloco"
+    text = page.read_text()
+    package = REPOSITORY / "torchtitan_diloco"
     named = [REPOSITORY / name for name in re.findall(rf"`((?:{folders})/[\w./-]*)`", text)]
     modules = re.findall(rf"`(?!(?:{folders})/)(\w+/\w+\.py)`", text)
     named += [package / module for module in modules]

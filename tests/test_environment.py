@@ -74,9 +74,11 @@ class Checkout:
     """A clean checkout, on a machine with few programs."""
 
     def __init__(self, folder: Path) -> None:
-        self.root, self.programs = folder / "re po", folder / "programs"
+        self.root = folder / "re po"
+        self.programs = folder / "programs"
         self.wheels = folder / "wheels"
-        package, scripts = self.root / "torchtitan_diloco", self.root / "scripts"
+        package = self.root / "torchtitan_diloco"
+        scripts = self.root / "scripts"
         for path in (package, scripts, self.programs, self.wheels):
             path.mkdir(parents=True)
         for file in ("run_train.sh", *map("scripts/{}".format, SCRIPTS)):
@@ -147,7 +149,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     code, output, errors = checkout.run("--config", "x y")
     assert (code, output) == (0, f"launched with {venv}/bin/python 1.5 ['--config', 'x y']\n")
     assert errors == f"setting up {venv} (minutes, once; {venv}/install.log shows how far it is)\n"
-    command, elsewhere = venv / "bin/torchtitan-diloco", checkout.wheels
+    command = venv / "bin/torchtitan-diloco"
+    elsewhere = checkout.wheels
     assert (
         subprocess.check_output([command], cwd=elsewhere, env={}, text=True) == "the one command\n"
     )
@@ -156,7 +159,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 def test_all_that_is_missing_is_named_and_installed(finished: Checkout) -> None:
     """Requirements have changed, and pip was killed before it had written a package."""
-    python, venv = finished.root / ".venv/bin/python", finished.root / ".venv"
+    python = finished.root / ".venv/bin/python"
+    venv = finished.root / ".venv"
 
     def missing(extras: str) -> str:
         command: list[str | Path] = [python, finished.root / "scripts/requirements.py", extras]
@@ -165,7 +169,8 @@ def test_all_that_is_missing_is_named_and_installed(finished: Checkout) -> None:
         return outcome.stderr.strip()
 
     assert (missing(""), missing("test")) == ("", "extra (not installed)")
-    constraints, script = finished.root / "constraints.txt", finished.root / "run_train.sh"
+    constraints = finished.root / "constraints.txt"
+    script = finished.root / "run_train.sh"
     constraints.write_text("tiny==2.0\n")
     assert missing("") == "tiny==2.0 (has 1.5)"
     constraints.write_text("tiny==1.5\n")
@@ -190,7 +195,8 @@ def test_all_that_is_missing_is_named_and_installed(finished: Checkout) -> None:
 
 
 def test_a_set_up_that_fails_leaves_what_works(checkout: Checkout) -> None:
-    venv, script = checkout.root / ".venv", checkout.root / "run_train.sh"
+    venv = checkout.root / ".venv"
+    script = checkout.root / "run_train.sh"
     constraints = checkout.root / "constraints.txt"
     assert checkout.run()[0] == 0
     files = {path for path in venv.rglob("*") if path.suffix != ".pyc"}

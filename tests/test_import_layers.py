@@ -1,6 +1,7 @@
 """Check imports, names of other packages, and the lengths of files and functions."""
 
 import ast
+from collections.abc import Sequence
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -132,7 +133,9 @@ def test_no_imports_are_circular() -> None:
 def test_ranks_compare_all_code_that_computes() -> None:
     """All that the trainer imports, directly or not, is compared at the start or only looks on."""
     looks_on = {"diagnosis", "planner"}
-    graph, found, following = import_graph(), set[str](), {"trainer"}
+    graph = import_graph()
+    found = set[str]()
+    following = {"trainer"}
     while following:
         found |= following
         following = {one for name in following for one in graph[name] if one in graph} - found
@@ -173,7 +176,8 @@ PUBLIC = {"os._exit"}
 
 def private_names(parsed: ast.Module) -> list[str]:
     """Return the private names of other packages that a module uses, such as `torch._C`."""
-    found, modules = list[str](), dict[str, str]()  # of each name, what was imported under it
+    found = list[str]()
+    modules = dict[str, str]()  # of each name, what was imported under it
     for node in ast.walk(parsed):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
@@ -239,6 +243,42 @@ def test_nothing_is_unpickled() -> None:
 LONG_FUNCTIONS = {"run", "join_world"}
 """Functions that may exceed 60 lines, as they are read from top to bottom: the training loop, and
 the steps in which a process joins the others."""
+
+
+def packs_statements(node: ast.Assign) -> bool:
+    """Return whether an assignment is several in one: `a = b = x`, or `a, b = x, y` where no value
+    reads a name that it sets, as a swap does."""
+    target, *others = node.targets
+    value = node.value
+    if others:
+        return True
+    if not isinstance(target, ast.Tuple) or not isinstance(value, ast.Tuple):
+        return False
+    is_starred = any(isinstance(part, ast.Starred) for part in (*target.elts, *value.elts))
+    names = {ast.unparse(part) for part in target.elts}
+    reads = {ast.unparse(part) for part in ast.walk(value) if isinstance(part, ast.expr)}
+    return not is_starred and not names & reads
+
+
+def is_explained(node: ast.Assign, body: Sequence[ast.stmt]) -> bool:
+    """Return whether a docstring follows, which explains several constants together."""
+    following = body[body.index(node) + 1 :][:1]
+    return any(
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        for statement in following
+    )
+
+
+def test_one_statement_is_on_a_line() -> None:
+    for folder in ("torchtitan_diloco", "benchmarks", "tests", "examples", "docs"):
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            nodes = ast.walk(tree(path))
+            bodies = (getattr(node, field, None) for node in nodes for field in ("body", "orelse"))
+            for body in bodies:
+                for node in body if isinstance(body, list) else []:
+                    if isinstance(node, ast.Assign) and not is_explained(node, body):
+                        where = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+                        assert not packs_statements(node), f"{where}: give each its own line"
 
 
 def test_files_and_functions_stay_short() -> None:

@@ -64,7 +64,8 @@ def test_an_error_of_the_program_keeps_its_traceback(text: Path) -> None:
 
 
 def test_the_id_of_torchrun_names_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, own = load_config("debug"), load_config("debug", {"run.folder": "runs/a"})
+    config = load_config("debug")
+    own = load_config("debug", {"run.folder": "runs/a"})
     alone = [folder_of_run(config) for _ in range(2)]  # a process without torchrun
     assert len(set(alone)) == 2
     monkeypatch.setenv("RANK", "0")
@@ -260,7 +261,8 @@ def debug(**changed: str) -> Config:
 
 
 def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
-    own, weights = tmp_path / "own.json", tmp_path / "weights"
+    own = tmp_path / "own.json"
+    weights = tmp_path / "weights"
     words = f"--source README.md --vocab-size 400 --pieces 9 --out {own}"
     train_tokenizer(words.split())
     check_inputs(debug(data__tokenizer=str(own)))

@@ -84,7 +84,8 @@ def train(chosen: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def join(config: Config) -> World:
-    outer, fsdp = config.diloco, config.parallel.fsdp
+    outer = config.diloco
+    fsdp = config.parallel.fsdp
     facts = config.distributed, outer.link
     return join_world(*facts, device="cpu", workers=outer.workers, fsdp=fsdp)
 
@@ -283,7 +284,8 @@ def test_steps_that_are_not_finite_are_skipped_until_there_are_too_many(
     text: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config("debug", settings(text, training__max_skipped_steps=2))
-    trainer, spoiled = Trainer(config, join(config)), {2, 3, *range(6, 100)}
+    trainer = Trainer(config, join(config))
+    spoiled = {2, 3, *range(6, 100)}
 
     def norm(*given: Any) -> torch.Tensor:
         return gradient_norm(*given) * (math.nan if trainer.step in spoiled else 1.0)

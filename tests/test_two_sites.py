@@ -55,7 +55,8 @@ trap 'kill %1' EXIT
 until [ -S /run/wireguard/wg0.sock ]; do sleep 0.05; done"""
 
 
-OWN, PROVIDER = ("islands.md", "A bucket of your own"), ("islands.md", "A provider's bucket")
+OWN = ("islands.md", "A bucket of your own")
+PROVIDER = ("islands.md", "A provider's bucket")
 ONE_WORLD = ("launching.md", "One world")
 """Pages, and their sections."""
 
@@ -85,7 +86,9 @@ class Console:
     program: Program
 
     def __init__(self, sites: Sites, place: str, folder: Path) -> None:
-        self.sites, self.place, self.folder = sites, place, folder
+        self.sites = sites
+        self.place = place
+        self.folder = folder
         folder.mkdir(exist_ok=True)
 
     def start(self, command: str, **settings: object) -> None:
@@ -262,7 +265,8 @@ def set_up_wireguard(sites: Sites, folder: Path) -> None:
     if not in_kernel and shutil.which("wireguard-go", path=ENVIRONMENT["PATH"]) is None:
         pytest.skip("needs WireGuard in the kernel, or wireguard-go")
     tunnels = [Console(sites, f"site-{site}", folder / f"tunnel-{site}") for site in ("a", "b")]
-    scripts, keys = [], {}
+    scripts = []
+    keys = {}
     for tunnel, name in zip(tunnels, ("KEY_OF_A", "KEY_OF_B"), strict=True):
         make_key, *lines = commands(f"{tunnel.place}#", *ONE_WORLD)
         tunnel.start(make_key)
@@ -282,5 +286,6 @@ def set_up_wireguard(sites: Sites, folder: Path) -> None:
 
 def check_that_both_have_the_same_model(consoles: list[Console]) -> None:
     one, other = (open_saved(console.folder / "runs/1b") for console in consoles)
-    ours, theirs = one.model.state_dict(), other.model.state_dict()
+    ours = one.model.state_dict()
+    theirs = other.model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -31,7 +31,8 @@ from torchtitan_diloco.trainer import Trainer
 
 PACKAGE = REPOSITORY / "torchtitan_diloco"
 PAGE = REPOSITORY / "CONTRIBUTING.md"
-BEGIN, END = "<!-- trips: .venv/bin/python -m tests.trips --write -->\n", "\n<!-- end of trips -->"
+BEGIN = "<!-- trips: .venv/bin/python -m tests.trips --write -->\n"
+END = "\n<!-- end of trips -->"
 TOOLS = ("log", "user", "process", "formatting", "hardware")
 EVERYWHERE = {"__init__.py", *(f"base/{name}.py" for name in TOOLS)}
 """Files that all others use. They are no stop of a trip."""

@@ -31,7 +31,8 @@ class IslandCourse:
     ) -> None:
         """`manifest`: of the checkpoint from which this island starts. `tokenizer`: fingerprint."""
         self.run = location_id(config.islands.join)
-        self.step = self._first_step = 0 if manifest is None else manifest.step
+        self.step = 0 if manifest is None else manifest.step
+        self._first_step = self.step
         self._plan = plan
         self._shard_by = config.data.shard_by
         self._validated: tuple[int, float, float] | None = None

@@ -93,7 +93,8 @@ class Trainer:
         self.knows_of_stop = False
         """Whether a rank got a signal or a notice to stop, as far as this one knows."""
         self.lr = 0.0
-        tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
+        tokenizer = build_tokenizer(config.data.tokenizer)
+        self.tokenizer = tokenizer
         self._find_start()
         if self.start.manifest is not None:
             self._check_start(self.start.manifest, goes_on=self.start.goes_on)

@@ -19,7 +19,10 @@ from matplotlib.patches import FancyBboxPatch
 
 HERE = Path(__file__).parent
 LOSSES = HERE.parents[1] / "benchmarks/records/loss.md"
-INK, FAINT, GREY, PAPER = "#1f2933", "#616e7c", "#9aa5b1", "#ffffff"
+INK = "#1f2933"
+FAINT = "#616e7c"
+GREY = "#9aa5b1"
+PAPER = "#ffffff"
 TRAIN = "#dde4ec"
 FRAGMENTS = ("#2f6fb3", "#d9822b", "#2e8b6f")
 MODEL = "0.12M parameters"
@@ -69,7 +72,8 @@ def save(axes: Axes, name: str) -> None:
 def draw_turns() -> None:
     """Two cycles of H steps in which three fragments take turns."""
     axes = bare_axes(9.2, 3.1)
-    cycle, delay = 6.0, 1.4
+    cycle = 6.0
+    delay = 1.4
     for worker, base in ((0, 2.6), (1, 0.2)):
         axes.text(-0.15, base + 1.02, f"worker {worker}", ha="right", weight="bold")
         axes.text(-0.15, base + 0.75, "trains (FSDP2)", ha="right", color=FAINT)
@@ -187,7 +191,8 @@ def draw_run_folder() -> None:
     ]
     axes.text(0, 7.5, "run.folder", weight="bold", va="center")
     for row, (level, name, holds, reader, color) in enumerate(rows):
-        y, inside = 6.5 - row, 0.7 * level
+        y = 6.5 - row
+        inside = 0.7 * level
         above = y + (0.9 if row in (0, 2, 5) else 1.24)
         axes.plot(
             [0.15 + inside, 0.15 + inside, 0.5 + inside],
@@ -217,7 +222,9 @@ def draw_losses() -> None:
     rows = re.findall(pattern, table[: table.index("\n\n")], re.M)[::-1]
     figure, axes = plt.subplots(figsize=(9.2, 3.2), layout="constrained")
     for y, (name, mean, least, greatest) in enumerate(rows):
-        middle, low, high = float(mean), float(least), float(greatest)
+        middle = float(mean)
+        low = float(least)
+        high = float(greatest)
         axes.plot([low, high], [y, y], color=FRAGMENTS[0], lw=5, alpha=0.35, solid_capstyle="round")
         axes.plot(middle, y, "o", color=FRAGMENTS[0])
         axes.text(high + 0.12, y, f"{middle:+.2f} %", va="center")
@@ -238,7 +245,8 @@ def draw_bytes() -> None:
     dense = page[page.index("| 3,000 |") : page.index("| 9,000 |")]
     sparse = page[page.index("**Sparse deltas**") : page.index("**Other settings.**")]
     # The last column is against AdamW's data parallelism.
-    share, last = r"(1|1/[\d,]+)", r"(?:.*\|)? ([+-][\d.]+)[^|]*"
+    share = r"(1|1/[\d,]+)"
+    last = r"(?:.*\|)? ([+-][\d.]+)[^|]*"
     pattern = rf"^\|.*?((?:AdamW|Muon), [^|:]+?) \| {share} \|{last}\|[ |]*$"
     rows = re.findall(pattern, dense, re.M)
     run = r"(AdamW, topk \d+, H = \d+|Muon, topk \d+, H = \d+), against AdamW's"
@@ -331,7 +339,8 @@ def draw_two_sites() -> None:
         axes.add_patch(FancyBboxPatch((x, 0.3), 4, 3.7, "round,pad=0", fill=False, edgecolor=GREY))
         axes.text(x + 2, 3.62, f"worker {worker}: eight ranks", ha="center")
         for number in range(8):
-            column, row = number % 4, number // 4
+            column = number % 4
+            row = number // 4
             bar(axes, x + 0.3 + 0.88 * column, 2.9 - 0.65 * row, 0.76, TRAIN, f"GPU {number}")
         axes.text(x + 2, 1.88, "FSDP2 inside: NCCL, NVLink", ha="center", color=FAINT)
         bar(axes, x + 0.3, 1.2, 3.4, green, "run.folder of this site")
@@ -366,7 +375,8 @@ def draw_terminal(output: Path) -> None:
         text = escape(line if len(line) <= 135 else line[:134] + "…")
         y = 24 + 17 * number
         rows.append(f'<text x="14" y="{y}" fill="{color}" xml:space="preserve">{text}</text>')
-    height, font = 24 + 17 * len(shown), "DejaVu Sans Mono, Menlo, Consolas, monospace"
+    height = 24 + 17 * len(shown)
+    font = "DejaVu Sans Mono, Menlo, Consolas, monospace"
     size = f'width="1010" height="{height}" viewBox="0 0 1010 {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{font}" font-size="12">'
     paper = '<rect width="100%" height="100%" rx="6" fill="#16191d"/>'

@@ -28,7 +28,8 @@ def test_how_to_start_a_command() -> None:
 def test_after_run_train_sh_the_installed_command_if_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, scripts = tmp_path / "re po", tmp_path / "re po/.venv/bin"
+    root = tmp_path / "re po"
+    scripts = tmp_path / "re po/.venv/bin"
     scripts.mkdir(parents=True)
     monkeypatch.setenv(STARTED_BY, f"{root}/run_train.sh")
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(scripts))

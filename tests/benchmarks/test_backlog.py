@@ -35,7 +35,8 @@ def test_every_entry_is_a_command_that_its_benchmark_takes(
 def test_entries_run_in_order_until_the_time_is_over(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now, called = [0.0], list[str]()
+    now = [0.0]
+    called = list[str]()
 
     def call(command: list[str]) -> int:
         called.append(" ".join(command[1:]))

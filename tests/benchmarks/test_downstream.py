@@ -303,7 +303,8 @@ def test_runs_that_differ_in_their_mixture_or_phases_are_refused(tmp_path: Path)
     for name, seed in (("a", 1), ("b", 2)):
         documents = (json.dumps({"text": one}) + "\n" for one in write_documents(20, seed))
         (tmp_path / f"{name}.jsonl").write_text("".join(documents))
-    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    a = tmp_path / "a.jsonl"
+    b = tmp_path / "b.jsonl"
     renamed = shutil.copy(a, tmp_path / "renamed.jsonl")
     later = f'[{{start = 0.5, mixture = {{"{b}" = 1}}}}]'
     mixtures = {
@@ -339,7 +340,8 @@ def saved(runs: Path, monkeypatch: pytest.MonkeyPatch) -> SavedModel:
 
 def log_likelihood(saved: SavedModel, context: str, answer: str) -> float:
     """Return it token by token, without padding."""
-    before, after = saved.tokenizer.encode(context).tolist(), saved.tokenizer.encode(answer)
+    before = saved.tokenizer.encode(context).tolist()
+    after = saved.tokenizer.encode(answer)
     total = 0.0
     for token in after.tolist():
         logits = saved.model(torch.tensor([before[-saved.config.training.sequence_length :]]))
@@ -405,7 +407,8 @@ def test_all_corpora_of_a_mixture_have_as_many_questions(
     saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever their weights and lengths are, also those of a later phase."""
-    written, names = [], []
+    written = []
+    names = []
     for number, count in enumerate((40, 10, 6)):
         written.append(write_documents(count, seed=10 + number))
         lines = (json.dumps({"text": document}) + "\n" for document in written[-1])

@@ -16,7 +16,8 @@ from benchmarks.slow_link import (
     utilizations,
 )
 
-TOKENS, BYTES = 512, 40_000
+TOKENS = 512
+BYTES = 40_000
 
 
 @pytest.mark.parametrize(
@@ -33,11 +34,15 @@ def test_the_cycle_after_the_first_is_measured(
 ) -> None:
     """The first cycle is slower, and sends more."""
     cycle = cycle_of(method, rate)
-    length, moment, sent = run_length(cycle), 100.0, 0
-    samples, records = [(moment, sent)], []
+    length = run_length(cycle)
+    moment = 100.0
+    sent = 0
+    samples = [(moment, sent)]
+    records = []
     for step in range(1, int(length["training.steps"]) + 1):
         seconds = 0.2 if step > cycle else 0.9
-        moment, sent = moment + seconds, sent + 2 * BYTES * (1 if step > cycle else 3)
+        moment = moment + seconds
+        sent = sent + 2 * BYTES * (1 if step > cycle else 3)
         samples += [(moment - 0.01, sent - 100), (moment, sent)]
         if step % int(length["metrics.log_every"]) == 0:
             speed = {"speed/seconds_per_step": seconds, "speed/tokens_per_second": TOKENS / seconds}

@@ -32,7 +32,8 @@ def saved_steps(folder: Path) -> list[int]:
 
 def write_checkpoint(folder: Path, step: int, ranks: int = 1, **changes: Any) -> Path:
     """Write a checkpoint, in the folder of a worker, of five rows and a number."""
-    path, files = checkpoint_path(folder, step), dict[str, tuple[int, int]]()
+    path = checkpoint_path(folder, step)
+    files = dict[str, tuple[int, int]]()
     begin(path)
     for rank in range(ranks):
         rows = {"rows": torch.arange(10.0).view(5, 2)[2 * rank :][: 2 if ranks > 1 else 5]}

@@ -87,7 +87,8 @@ class StoppedError(BaseException):
 def save_and_stop(run: Path, step: int, after: int = 99) -> bool:
     """Save as a run does. Return whether it has ended before, after so many changes of the disk."""
     changes = [(Path, "mkdir"), (Path, "open"), (Path, "rename"), (os, "fsync"), (shutil, "rmtree")]
-    left, path = iter(range(after)), checkpoint_path(run, step)
+    left = iter(range(after))
+    path = checkpoint_path(run, step)
 
     def counted(change: Callable[..., Any]) -> Callable[..., Any]:
         def count_and_change(*given: Any, **more: Any) -> Any:
@@ -108,7 +109,8 @@ def save_and_stop(run: Path, step: int, after: int = 99) -> bool:
 
 
 def test_a_save_that_ends_anywhere_leaves_the_newest_checkpoint(tmp_path: Path) -> None:
-    newest, stopped = list[int](), True
+    newest = list[int]()
+    stopped = True
     while stopped:
         run = tmp_path / str(len(newest))
         save_and_stop(run, 1)
@@ -125,7 +127,8 @@ def test_a_save_that_ends_anywhere_leaves_the_newest_checkpoint(tmp_path: Path) 
 def test_rows_of_several_ranks_are_put_together_and_no_other_files_are_read(tmp_path: Path) -> None:
     """Nothing is unpickled. The last ranks may have fewer rows than the others, or none."""
     path = write_checkpoint(tmp_path, 1, ranks=4)
-    found, manifest = {"rows": torch.zeros(5, 2), "number": torch.zeros(())}, read_manifest(path)
+    found = {"rows": torch.zeros(5, 2), "number": torch.zeros(())}
+    manifest = read_manifest(path)
     SavedTensors(path, manifest).fill(found)
     assert torch.equal(found["rows"], torch.arange(10.0).view(5, 2))
     assert found["number"] == 45

@@ -15,7 +15,9 @@ from torchtitan_diloco.components.metrics import (
 )
 from torchtitan_diloco.diloco.metrics import Merge
 
-SENT, SPREAD, LARGEST = "worker/sent_bytes", "worker/compute_spread", "sync/largest_mean_delta"
+SENT = "worker/sent_bytes"
+SPREAD = "worker/compute_spread"
+LARGEST = "sync/largest_mean_delta"
 
 
 def records() -> list[dict[str, object]]:

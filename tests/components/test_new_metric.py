@@ -21,7 +21,8 @@ NAME = "sync/mean_delta_l1"
 def add_metric(package: Path) -> None:
     """Insert the lines that the page adds, each after the line before it on the page."""
     (diff,) = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
-    path = before = None
+    path = None
+    before = None
     added = ""
     for line in [*diff.splitlines(keepends=True), " torchtitan_diloco/\n"]:
         if line.startswith("+"):

@@ -94,7 +94,8 @@ def test_lr_at_the_marks(decay: str) -> None:
 
 
 def test_only_matrices_decay() -> None:
-    linear, norm = nn.Linear(4, 4), nn.LayerNorm(4)
+    linear = nn.Linear(4, 4)
+    norm = nn.LayerNorm(4)
     model = nn.Sequential(linear, norm)
     optimizer = build_optimizer(model, Optimizer(lr=0.1, weight_decay=0.5), total_steps=10)
     for parameter in model.parameters():
@@ -126,7 +127,8 @@ def set_gradients(model: nn.Module, step: int) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
         if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
+            mesh = parameter.device_mesh
+            placements = parameter.placements
             parameter.grad = distribute_tensor(parameter.grad, mesh, placements)
 
 
@@ -165,7 +167,8 @@ SETTINGS = Optimizer(name="muon", lr=0.03, matrix_lr=0.02, momentum=0.9, weight_
 
 
 def train_muon(workers: int, ranks: int) -> dict[str, Tensor]:
-    world, model = join(workers, ranks), Net()
+    world = join(workers, ranks)
+    model = Net()
     if world.mesh is not None:
         fully_shard(model, mesh=world.mesh if workers > 1 else world.mesh[FSDP])
     optimizer = build_optimizer(model, SETTINGS, total_steps=10)
@@ -198,9 +201,12 @@ def test_muon_is_torchs_muon_beside_adamw() -> None:
         set_gradients(model, step)
         muon.step()
         adamw.step()
-    found, expected, before = train_muon(1, 1), parameters(model), parameters(Net())
+    found = train_muon(1, 1)
+    expected = parameters(model)
+    before = parameters(Net())
     for name, value in expected.items():
-        error, change = found[name] - value, value - before[name]
+        error = found[name] - value
+        change = value - before[name]
         in_bf16 = name.startswith("blocks.") and name.endswith("weight")
         assert error.norm() < (0.02 if in_bf16 else 1e-6) * change.norm(), name
 

@@ -133,7 +133,8 @@ def shared_part(path: Path) -> dict[str, Tensor]:
 def assert_same_run(one: Path, other: Path) -> None:
     """Two runs have the same end, and the same records up to it."""
     assert_same_end(one, other)
-    mine, theirs = records(one), records(other)
+    mine = records(one)
+    theirs = records(other)
     assert [record["step"] for record in mine] == [record["step"] for record in theirs]
     for key in (LOSS, "train/lr", "train/tokens", VALIDATION):
         assert curve(mine, key) == curve(theirs, key), key
@@ -256,7 +257,8 @@ def test_another_layout_goes_on_where_the_run_was(
     assert any(name.startswith("next/") for name in saved), "the test needs one in flight"
     resume = {"checkpoint.resume": start, "checkpoint.every": 9}
     folder = train(size, "run", **(FP32 | changes | resume))
-    found, first = records(folder), read_manifest(start)
+    found = records(folder)
+    first = read_manifest(start)
     assert [one["step"] for one in found if LOSS in one] == list(range(step + 1, STEPS + 1))
     assert position(read_manifest(last(folder))) == position(first) + (STEPS - step) * 12
     assert curve(found, "train/tokens")[0] == first.tokens + 12 * 32
@@ -265,7 +267,8 @@ def test_another_layout_goes_on_where_the_run_was(
     if step == 8:
         assert_same(newest_shared(tensors(checkpoint(folder, 9))), newest_shared(saved))
     if size == 3:
-        paths, name = [checkpoint(folder, 9, worker) for worker in (0, 2)], "embedding.weight"
+        paths = [checkpoint(folder, 9, worker) for worker in (0, 2)]
+        name = "embedding.weight"
         assert_same(*map(shared_part, paths))
         old, new = map(tensors, paths)
         assert not torch.equal(new[f"model/{name}"], old[f"model/{name}"])

@@ -18,7 +18,9 @@ from torchtitan_diloco.components.telemetry import StepResult
 from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.trainer import Trainer
 
-STEPS, BATCH, SAVED = 12, 12, 8
+STEPS = 12
+BATCH = 12
+SAVED = 8
 BEGINS = STEPS // 2 * BATCH
 """Samples before the second phase, whose turns repeat after 7 samples: the save is within them."""
 STREAMING = {
@@ -78,7 +80,8 @@ def mixed(tmp_path: Path) -> dict[str, str]:
     unique, and the second text is read more than once."""
     for name, lines in (("a", 2000), ("b", 100)):
         (tmp_path / f"{name}.txt").write_text("".join(f"{name}{n:06d}" for n in range(lines)))
-    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
+    a = tmp_path / "a.txt"
+    b = tmp_path / "b.txt"
     return chosen(a, "run", **STREAMING) | {
         "data.corpus": "",
         "data.mixture": f"{a}=3 {b}=1",
@@ -91,7 +94,8 @@ def check_shares(steps: list[list[str]]) -> None:
     of_b = [row.count("b") > 0 for step in steps for row in step]
     assert len(of_b) == STEPS * BATCH
     for number in range(len(of_b) + 1):
-        first, second = min(number, BEGINS), max(number - BEGINS, 0)
+        first = min(number, BEGINS)
+        second = max(number - BEGINS, 0)
         assert abs(sum(of_b[:number]) - first / 4 - second * 2 / 7) < 1
 
 

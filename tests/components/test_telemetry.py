@@ -73,7 +73,8 @@ class Clock:
 
 
 class Blocks:
-    name, parameters = "blocks", 80
+    name = "blocks"
+    parameters = 80
 
 
 class Outer:
@@ -83,14 +84,20 @@ class Outer:
     exposed_seconds = 0.0
 
     def __init__(self) -> None:
-        self.steps, self.applied = 0, list[Round]()
+        self.steps = 0
+        self.applied = list[Round]()
 
     def step(self) -> None:
         self.steps += 1
         traffic = Traffic(10, 10, header_sent=1.0, heard={1: 1.5}, received=self.steps + 0.4)
         round_ = Round(0, self.steps, self.steps, 1.0, 2, self.steps, traffic=traffic)
-        round_.due = round_.taken = round_.begun = round_.asked = float(self.steps)
-        round_.ready = round_.fetched = round_.applied = self.steps + 0.5
+        round_.due = float(self.steps)
+        round_.taken = round_.due
+        round_.begun = round_.due
+        round_.asked = round_.due
+        round_.ready = self.steps + 0.5
+        round_.fetched = round_.ready
+        round_.applied = round_.ready
         self.applied.append(round_)
 
     def metrics(self) -> dict[str, float]:
@@ -98,7 +105,8 @@ class Outer:
         return {SENT: 10.0} | {f"worker/{name}": 1e-9 for name in names}
 
     def rounds(self) -> list[Round]:
-        applied, self.applied = self.applied, []
+        applied = self.applied
+        self.applied = []
         return applied
 
 
@@ -305,11 +313,19 @@ BYTES = 10**6
 def test_the_record_of_a_round() -> None:
     """As a rank of worker 1 of two sees it, which arrives a second after the other."""
     traffic = Traffic(BYTES, 2 * BYTES, 0.01, 0.02, 0.1, header_sent=1, encoded=1.5, received=3)
-    traffic.heard, traffic.link_bytes, traffic.link_until = {0: 1.0}, {0: BYTES}, {0: 3.0}
+    traffic.heard = {0: 1.0}
+    traffic.link_bytes = {0: BYTES}
+    traffic.link_until = {0: 3.0}
     traffic.dot = 3.0
     one = Round(0, 7, 5, weight=8.0, participants=2, flags=OUTLIER, traffic=traffic)
-    one.applied_step, one.due, one.taken, one.begun = 6, 0.0, 0.1, 1.0
-    one.ready, one.asked, one.fetched, one.applied = 4.0, 3.0, 4.0, 4.5
+    one.applied_step = 6
+    one.due = 0.0
+    one.taken = 0.1
+    one.begun = 1.0
+    one.ready = 4.0
+    one.asked = 3.0
+    one.fetched = 4.0
+    one.applied = 4.5
     one.numbers = {"round/delta_norm": 3.0, "round/mean_norm": 2.0}
     one.numbers["round/drift_norm"] = torch.tensor(math.nan)  # was not measured
     one.numbers |= one.exchange_numbers()
@@ -402,7 +418,8 @@ def test_every_exchange_is_recorded_once_also_by_a_run_that_goes_on(
     text: Path, processes: ProcessPool
 ) -> None:
     changes = {"diloco__overlap__delay": 3, "checkpoint__every": 9}
-    whole, resumed = text.parent / "whole", text.parent / "resumed"
+    whole = text.parent / "whole"
+    resumed = text.parent / "resumed"
     run_two_workers(text, processes, run__folder=whole, **changes)
     check_records(whole)
     shutil.copytree(whole, resumed)
@@ -420,7 +437,8 @@ def test_every_exchange_is_recorded_once_also_by_a_run_that_goes_on(
 
 
 def check_records(folder: Path) -> None:
-    rounds, steps = records(folder, "round"), records(folder)
+    rounds = records(folder, "round")
+    steps = records(folder)
     fragments = {record["fragment"]: record["fragment_name"] for record in rounds}
     assert fragments == {0: "blocks.0", 1: "blocks.1", 2: "embedding, head and norms"}
     for fragment in fragments:

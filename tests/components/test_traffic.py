@@ -84,7 +84,8 @@ def test_a_resumed_run_sends_the_rest() -> None:
 
 def test_an_hour_has_as_many_cycles_as_steps_allow() -> None:
     long = replace(traffic(STREAMING), steps=80_000)
-    (slow,), (fast,) = long.parties(2.0), long.parties(0.5)
+    (slow,) = long.parties(2.0)
+    (fast,) = long.parties(0.5)
     assert fast.hour.sent == pytest.approx(4 * slow.hour.sent)
     assert fast.run == slow.run
     assert slow.run.sent == pytest.approx(slow.hour.sent * 80_000 * 2.0 / 3600, rel=0.01)

@@ -29,7 +29,8 @@ def test_a_short_help_has_the_settings_that_matter_and_the_commands(
 ) -> None:
     assert print_help(["--run.seed", "x", "--help"], TEXTS)
     text = capsys.readouterr().out
-    shown, defaults = entries(text), flat_settings(Config())
+    shown = entries(text)
+    defaults = flat_settings(Config())
     assert list(shown) == ["config", "print-config", "help", *MATTER_MOST]
     assert len(MATTER_MOST) == 20
     for key in MATTER_MOST:

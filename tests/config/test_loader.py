@@ -63,7 +63,8 @@ def test_a_vocabulary_is_that_of_the_tokenizer_that_is_given_later(tmp_path: Pat
         assert parse_config(to_toml(config), "saved") == config, "a resume has the same"
         return config.model.vocab_size
 
-    own, size = "[data]\ntokenizer = 'own.json'\n", "[model]\nvocab_size = 4096\n"
+    own = "[data]\ntokenizer = 'own.json'\n"
+    size = "[model]\nvocab_size = 4096\n"
     other = write(tmp_path, "other.toml", f"extends = '1b.toml'\n{own}")
     sized = write(tmp_path, "sized.toml", f"extends = '1b.toml'\n{own}{size}")
     assert rows(load_config("1b")) == 32_000
@@ -81,7 +82,8 @@ def test_values_on_the_command_line() -> None:
     words += " --diloco.fragments.pattern sequential --run.description 78 --run.deterministic true"
     words += " --data.shuffle=False --optimizer.weight_decay 0.3 --data.source="
     config = from_command_line(words.split())
-    training, run = config.training, config.run
+    training = config.training
+    run = config.run
     # A length of the run replaces the one of the file.
     assert (training.tokens, training.tokens_per_parameter) == (25_000_000_000, 0.0)
     assert isinstance(training.tokens, int)

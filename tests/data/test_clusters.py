@@ -27,7 +27,8 @@ KINDS = ["0123 ", "abcd ", "WXYZ ", "{;}= "]
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """Documents of four kinds of text in turn, as much of each."""
-    numbers, path = random.Random(0), tmp_path / "text.jsonl"
+    numbers = random.Random(0)
+    path = tmp_path / "text.jsonl"
     texts = ["".join(numbers.choices(KINDS[i % 4], k=10 + i // 4 % 90)) for i in range(400)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
@@ -214,7 +215,9 @@ def test_killed_at_any_moment_and_started_again_is_uninterrupted(
 
 def test_killed_again_and_again(divided: Path, processes: ProcessPool) -> None:
     """Each start comes a little further."""
-    folder, starts, found = copy_of(divided, "again"), 0, [DIED]
+    folder = copy_of(divided, "again")
+    starts = 0
+    found = [DIED]
     while found == [DIED]:
         starts += 1
         moment = 20 if starts < 20 else 0

@@ -169,7 +169,8 @@ def test_a_dataset_names_the_command_that_prepares_it(tmp_path: Path) -> None:
 def _open_at_once(data: Data) -> tuple[int, str]:
     """The first rank is killed before it finishes, with the lock for which others wait."""
 
-    replace, is_first = Path.replace, os.environ["RANK"] == "0"
+    replace = Path.replace
+    is_first = os.environ["RANK"] == "0"
 
     def replace_or_die(path: Path, target: Path) -> Path:
         if is_first and target.name == "corpus.json":

@@ -25,7 +25,8 @@ dataset_info:
     num_examples: 15
 ---
 """
-FILES, ROWS = 3, 5
+FILES = 3
+ROWS = 5
 BUILDER = "datasets.load_dataset_builder"
 
 
@@ -42,7 +43,8 @@ def corpus(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Corpus:
     """Several data files, with rows of one piece, of several, and of none."""
-    kind, short = request.param, partial(split_into_pieces, limit=6)
+    kind = request.param
+    short = partial(split_into_pieces, limit=6)
     monkeypatch.setattr(hub_module, "split_into_pieces", short)
     import datasets  # takes seconds, which no other test needs
 
@@ -96,7 +98,9 @@ class Stream:
     """As of `datasets`, over 9 rows, the first of which is `first`."""
 
     def __init__(self, first: int = 0, *, state: Any = None, fails: int | None = None) -> None:
-        self.rows, self.state, self.fails = range(first, first + 9), state, fails
+        self.rows = range(first, first + 9)
+        self.state = state
+        self.fails = fails
         import datasets
 
         self.info = datasets.DatasetInfo()
@@ -120,7 +124,8 @@ class Builder:
     revisions: list[str | None] = []
 
     def __init__(self, stream: Stream, hash: str = "a" * 40) -> None:
-        self.stream, self.hash = stream, hash
+        self.stream = stream
+        self.hash = hash
 
     def __call__(self, *_: str, revision: str | None) -> "Builder":
         self.revisions.append(revision)
@@ -174,7 +179,8 @@ def test_another_dataset_and_a_lost_network_are_errors(monkeypatch: pytest.Monke
 def test_hugging_face_folders(tmp_path: Path) -> None:
     rows = [{"text": f"row {number}"} for number in range(5)]
     texts = [row["text"] for row in rows]
-    files, folder = tmp_path / "files", f"hf:{tmp_path}/files"
+    files = tmp_path / "files"
+    folder = f"hf:{tmp_path}/files"
     files.mkdir()
     (files / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     (files / "test.jsonl").write_text(json.dumps({"text": "of the test"}))

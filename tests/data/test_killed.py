@@ -118,7 +118,8 @@ def is_running(process: int) -> bool:
 def test_text_killed_twice_in_two_processes(folder: Path, tmp_path: Path) -> None:
     """Once in the middle of a shard, and once between two of them."""
     tokenizer = save_tokenizer(tmp_path / "own.json", 300)
-    whole, part = tmp_path / "whole", tmp_path / "part"
+    whole = tmp_path / "whole"
+    part = tmp_path / "part"
     options = ["--source", str(folder), "--tokenizer", tokenizer, *OPTIONS]
     main([*options, "--out", str(whole), "--processes", "1"])
     options += ["--out", str(part)]
@@ -141,7 +142,9 @@ def test_text_killed_twice_in_two_processes(folder: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("most", [14_000, 22_000])
 def test_killed_between_the_last_shards_of_the_splits(tmp_path: Path, most: int) -> None:
     """Text that is held out may be missing although there are enough tokens to train on."""
-    source, whole, part = tmp_path / "a.jsonl", tmp_path / "whole", tmp_path / "part"
+    source = tmp_path / "a.jsonl"
+    whole = tmp_path / "whole"
+    part = tmp_path / "part"
     source.write_text("".join(json.dumps({"text": "x" * 150}) + "\n" for _ in range(400)))
     options: list[object] = ["--source", source, "--validation-fraction", "0.3"]
     options += ["--max-tokens", most, "--out"]
@@ -161,7 +164,9 @@ def index(folder: Path) -> Any:
 
 
 def test_a_stream_killed_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows, whole, part = tmp_path / "rows", tmp_path / "whole", tmp_path / "part"
+    rows = tmp_path / "rows"
+    whole = tmp_path / "whole"
+    part = tmp_path / "part"
     rows.mkdir()
     texts = documents(120)
     for file in range(3):
@@ -192,7 +197,9 @@ def test_killed_anywhere(deaths: list[int], batch: int, stops: bool, begins: boo
         source = Path(name, "a.jsonl")
         lines = [json.dumps({"text": text}) + "\n" for text in documents(80)]
         source.write_text("".join(lines))
-        corpus, whole, part = open_corpus(str(source)), Path(name, "whole"), Path(name, "part")
+        corpus = open_corpus(str(source))
+        whole = Path(name, "whole")
+        part = Path(name, "part")
         prepare(corpus, tokenizer, whole, **options)
         with (
             patch.object(tokenizing_module, "_BATCH_PIECES", batch),
@@ -213,7 +220,8 @@ def test_killed_anywhere(deaths: list[int], batch: int, stops: bool, begins: boo
 
 def die_after(pieces: int) -> None:
     """Kill this process after it has written so many pieces."""
-    add, left = ShardWriter.add, pieces
+    add = ShardWriter.add
+    left = pieces
 
     def add_and_die(*given: Any) -> None:
         nonlocal left
@@ -263,7 +271,8 @@ def test_a_child_that_is_killed_is_one_error(
 def test_an_error_of_a_child_is_that_of_the_command(folder: Path, tmp_path: Path) -> None:
     tokenizer = build_tokenizer(save_tokenizer(tmp_path / "own.json", 300))
     save_tokenizer(tmp_path / "own.json", 301)
-    corpus, out = open_corpus(str(folder)), tmp_path / "out"
+    corpus = open_corpus(str(folder))
+    out = tmp_path / "out"
     with pytest.raises(UserError, match=r"own\.json has changed: keep its file while it is used"):
         prepare(corpus, tokenizer, out, validation_fraction=0.3, processes=2)
 

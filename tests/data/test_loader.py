@@ -125,7 +125,8 @@ def test_an_error_of_the_thread_that_reads_ahead_is_raised(shards: TokenShards) 
 
 def test_training_reads_only_its_own_sequences(text: Path, make_shards: MakeShards) -> None:
     """All other tokens of the corpus may be damaged, which `doctor --corpus` finds."""
-    folder, ranges = make_shards(train=20_000, validation=2000, shard_tokens=5000), dict[Any, Any]()
+    folder = make_shards(train=20_000, validation=2000, shard_tokens=5000)
+    ranges = dict[Any, Any]()
     whole = TokenShards.read
 
     def read(shards: TokenShards, start: int, stop: int) -> Any:
@@ -246,7 +247,9 @@ def test_streams_enter_a_segment_at_positions_of_their_own(
 
 
 def test_each_worker_has_a_fixed_random_part(shards: TokenShards) -> None:
-    workers, each, parts = 4, 24, []
+    workers = 4
+    each = 24
+    parts = []
     for worker in range(workers):
         settings: dict[str, Any] = {"batch_size": 1, "stream": Stream(worker, workers)}
         order = flat(build(shards, **settings), 3 * each)

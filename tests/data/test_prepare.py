@@ -56,7 +56,8 @@ def run(source: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs the command. Returns the exit status, and what was printed."""
 
     def run(*options: object, source: object = source, out: Path = out) -> tuple[object, str]:
-        command, status = ["--out", out, *options], None
+        command = ["--out", out, *options]
+        status = None
         try:
             main([str(word) for word in ["--source", source, *command]])
         except SystemExit as stop:
@@ -71,7 +72,8 @@ def test_all_text_is_there_once_in_order_and_in_one_split(
     source: Path, out: Path, tokenizer: Tokenizer
 ) -> None:
     write_documents(source, documents=60)
-    corpus, begin = open_corpus(str(source)), tokenizer is not BYTES
+    corpus = open_corpus(str(source))
+    begin = tokenizer is not BYTES
     options: dict[str, Any] = {"validation_fraction": 0.3, "shard_tokens": 10_000, "begin": begin}
     prepare(corpus, tokenizer, out, **options)
     pieces = list(corpus.pieces())
@@ -213,7 +215,8 @@ def test_an_unfinished_folder_of_an_earlier_version_or_with_damage(
     write_documents(source, documents=60)
     options = "--shard-tokens", 20_000, "--validation-fraction", 0.1
     assert run(*options)[0] == 0
-    finish, shards = ShardWriter.finish_shard, len([*out.glob("train-*")])
+    finish = ShardWriter.finish_shard
+    shards = len([*out.glob("train-*")])
     with monkeypatch.context() as patch:
         finishes: Iterator[Callable[[ShardWriter], None]] = chain([finish] * 2, repeat(interrupt))
         patch.setattr(ShardWriter, "finish_shard", lambda writer: next(finishes)(writer))

@@ -15,7 +15,8 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.data.shards import SPLITS, TokenShards, find_damage, token_type
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 
-SECOND, INDEX = "train-00001.tokens", "corpus.json"
+SECOND = "train-00001.tokens"
+INDEX = "corpus.json"
 BOUNDS = [0, 1, 2, 211, 212, 213, 423, 424, 425, 700, 848, 999, 1000]  # shards of 212 tokens
 
 
@@ -24,7 +25,8 @@ def flip_bit(content: bytes, at: int) -> bytes:
 
 
 def test_any_range_across_shards(make_shards: MakeShards) -> None:
-    shards, expected = TokenShards(make_shards(), "train"), np.arange(1000) % 251
+    shards = TokenShards(make_shards(), "train")
+    expected = np.arange(1000) % 251
     assert len(shards) == 1000
     for start, stop in itertools.combinations(BOUNDS, 2):
         assert np.array_equal(shards.read(start, stop), expected[start:stop])
@@ -91,7 +93,8 @@ def test_reading_all_of_a_corpus_finds_any_changed_bit(make_shards: MakeShards, 
 
 def test_a_read_looks_at_nothing_but_what_it_returns(make_shards: MakeShards) -> None:
     """All other tokens are damaged, and whoever reads one of them finds it."""
-    folder, expected = make_shards(), np.arange(1000) % 251
+    folder = make_shards()
+    expected = np.arange(1000) % 251
     files = sorted(folder.glob("train-*"))
     whole = [np.fromfile(file, "<u2") for file in files]
     for start, stop in itertools.combinations(BOUNDS, 2):
@@ -132,7 +135,8 @@ def test_an_index_that_cannot_be_used(
 
 def test_a_token_beyond_the_vocabulary_with_the_right_checksum(make_shards: MakeShards) -> None:
     """As another program may write it."""
-    folder, message = make_shards(), f"{SECOND}: it has token 250, of a vocabulary of 100"
+    folder = make_shards()
+    message = f"{SECOND}: it has token 250, of a vocabulary of 100"
     damage(folder / INDEX, lambda old: old.replace(b": 257", b": 100"))
     assert message in find_damage(folder)[1]
     TokenShards(folder, "train").read(251, 350)

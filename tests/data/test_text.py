@@ -30,7 +30,8 @@ def pieces(spec: object) -> list[str]:
 
 
 def documents(path: Path) -> list[str]:
-    found, parts = [], []
+    found = []
+    parts = []
     for piece in open_corpus(str(path)).pieces():
         assert 0 < len(piece.text) <= PIECE_CHARACTERS
         parts.append(piece.text)
@@ -225,7 +226,8 @@ def test_fingerprint_follows_the_files(texts: Path) -> None:
 
 
 def test_standard_library_without_tests_and_packages(tmp_path: Path) -> None:
-    ours, others = ["b/x.py", "a.py"], ["test/t.py", "b/tests/t.py", "site-packages/p.py"]
+    ours = ["b/x.py", "a.py"]
+    others = ["test/t.py", "b/tests/t.py", "site-packages/p.py"]
     for name in [*ours, *others]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)

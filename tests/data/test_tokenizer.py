@@ -178,7 +178,8 @@ def save_unigram(path: Path, special: list[str]) -> str:
 
 
 def test_a_file_that_cannot_be_used_is_refused(file: Path, tmp_path: Path) -> None:
-    path, renamed = tmp_path / "changed.json", file.read_text().replace("<|endoftext|>", "no end")
+    path = tmp_path / "changed.json"
+    renamed = file.read_text().replace("<|endoftext|>", "no end")
     for text, message in (
         ("{}", r"is not a tokenizer.json \(.*: give one of"),
         (renamed, "has no token that ends a"),

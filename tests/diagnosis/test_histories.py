@@ -42,16 +42,21 @@ class Replay(NamedTuple):
 
 def replay(path: Path) -> Replay:
     about, *lines = map(json.loads, path.read_text().splitlines())
-    judge, found, began, rounds = Judge(), list[tuple[Verdict, int, float]](), 0.0, 0
+    judge = Judge()
+    found = list[tuple[Verdict, int, float]]()
+    began = 0.0
+    rounds = 0
     for line in lines:
-        step, now = line["step"], line["now"]
+        step = line["step"]
+        now = line["now"]
         size = len(Vitals._fields)
         seen = {
             name: Report(Vitals._make([*one[: size - 1], tuple(one[size - 1])]), *one[size:])
             for name, one in line["seen"].items()
         }
         if step >= about["begin"]:
-            began, rounds = began or now, rounds + 1
+            began = began or now
+            rounds = rounds + 1
         changed = judge.hear(Observation(seen, step, now, line.get("cycle")))
         found += [(one, rounds, now - began if began else -1.0) for one in changed]
     return Replay(about, found)
@@ -59,7 +64,8 @@ def replay(path: Path) -> Replay:
 
 def test_all_recorded_faults_are_named_and_nothing_else() -> None:
     """The confusion matrix of (class, culprit), injected against named, is a diagonal."""
-    matrix, right = Counter[tuple[Named, Named]](), Counter[tuple[Named, Named]]()
+    matrix = Counter[tuple[Named, Named]]()
+    right = Counter[tuple[Named, Named]]()
     for path in HISTORIES:
         found = replay(path)
         right[found.expected, found.expected] += 1

@@ -22,7 +22,8 @@ from torchtitan_diloco.diagnosis.verdicts import (
 from torchtitan_diloco.diloco.flags import NOT_FINITE
 from torchtitan_diloco.diloco.vitals import Report, Vitals
 
-CYCLE, ROUND = 5.0, 6.0
+CYCLE = 5.0
+ROUND = 6.0
 OTHER_WAY = {"upload": "download", "download": "upload"}
 SEEDED = st.integers(0, 2**32).map(random.Random)
 
@@ -84,7 +85,8 @@ def test_a_slow_worker_is_named_after_two_rounds_until_it_is_well(
 ) -> None:
     """At least 1.3 times as slow, which is 0.15 s of 0.5."""
     field, extra, kind = fault
-    victim, judge = rng.randrange(workers), Judge()
+    victim = rng.randrange(workers)
+    judge = Judge()
     assert judged(judge, [clean(workers, rng) for _ in range(20)]) == []
     sick = [clean(workers, rng) for _ in range(10)]
     for said in sick:
@@ -101,7 +103,8 @@ def test_a_slow_worker_is_named_after_two_rounds_until_it_is_well(
 
 
 def test_who_says_nothing_is_not_judged_by_what_it_said() -> None:
-    said, slow = Vitals(0.5, upload=0.5), Vitals(0.5, upload=5.0)
+    said = Vitals(0.5, upload=0.5)
+    slow = Vitals(0.5, upload=5.0)
     assert judged(Judge(), [[said, said, slow], *[[said, said, Vitals()]] * 9]) == []
     assert judged(Judge(), [[said, said, slow], *[[said, said, slow]] * 9]) != []
     waits = [[said, said, Vitals(download=5.0 + 0.1 * one)] for one in range(9)]
@@ -116,7 +119,8 @@ def test_slowness_within_the_noise_is_named_once_it_lasts() -> None:
         noisy = [0.46 + extra, 0.54 + extra] * LASTING
         return [[Vitals(0.5), Vitals(0.5), Vitals(one)] for one in noisy]
 
-    judge, cause = Judge(), Cause(Kind.COMPUTE, "worker 2")
+    judge = Judge()
+    cause = Cause(Kind.COMPUTE, "worker 2")
     assert judged(judge, rounds(0.0)) == []
     (verdict,) = judged(judge, rounds(0.1), first=2 * LASTING)
     assert verdict.cause == cause
@@ -153,7 +157,8 @@ def test_a_worker_that_is_slow_in_both_directions_is_the_only_one_named(
     workers: int, rng: random.Random, factor: float, is_even: bool
 ) -> None:
     """In its slower direction, or in both if they are alike, and also if it was well before."""
-    victim, judge = rng.randrange(workers), Judge()
+    victim = rng.randrange(workers)
+    judge = Judge()
 
     def history(slow: Callable[[int, int], float], steps: int) -> list[list[Vitals]]:
         links = [links_of(workers, rng, slow) for _ in range(steps)]
@@ -175,7 +180,8 @@ def test_no_path_is_named_if_two_share_a_slow_link_unevenly(
     workers: int, rng: random.Random, factor: float, uneven: float, first: bool
 ) -> None:
     """The link of one worker, slow in both directions."""
-    victim, judge = rng.randrange(workers), Judge()
+    victim = rng.randrange(workers)
+    judge = Judge()
     path = (victim, (victim + 1) % workers)
     path = path if first else path[::-1]
     links = [
@@ -209,11 +215,13 @@ def test_two_slow_workers_of_four_are_named_and_no_other(
 
 def test_what_is_not_known_of_a_transfer_is_no_short_time() -> None:
     """A fragment is at times too small to measure; and a worker may be absent."""
-    judge, rng = Judge(), random.Random(0)
+    judge = Judge()
+    rng = random.Random(0)
     for step in range(12):
         links = links_of(4, rng, lambda a, _: 4.0 if a == 1 else 1.0)
         if step % 2:
-            links[1, 2] = links[1, 3] = 0.0
+            links[1, 2] = 0.0
+            links[1, 3] = 0.0
         said = with_links(clean(4, rng), links)
         seen = {f"worker {one}": Report(vitals) for one, vitals in enumerate(said)}
         seen["worker 0"] = Report(absent="stopped")
@@ -233,7 +241,8 @@ def test_a_slow_link_to_the_store_is_named_by_its_direction(
 ) -> None:
     """Transfers that share the link of the store at times take twice as long, and are no fault."""
     field, kind = fault
-    victim, histories = rng.randrange(workers), list[list[Vitals]]()
+    victim = rng.randrange(workers)
+    histories = list[list[Vitals]]()
     for number in range(12):
         said = list[Vitals]()
         for one in range(workers):
@@ -246,7 +255,8 @@ def test_a_slow_link_to_the_store_is_named_by_its_direction(
             named[OTHER_WAY[field]] = 0.8 * rng.uniform(0.95, 1.05) * (waits if sick else 1)
             said.append(Vitals(compute=0.5)._replace(**named))
         histories.append(said)
-    judge, sick_from = Judge(), 6
+    judge = Judge()
+    sick_from = 6
     assert judged(judge, histories[:sick_from]) == []
     found = [one.cause for one in judged(judge, histories[sick_from:], first=sick_from)]
     assert found == [Cause(kind, f"worker {victim}")]
@@ -254,7 +264,8 @@ def test_a_slow_link_to_the_store_is_named_by_its_direction(
 
 def test_rounds_that_follow_each_other_fast_are_not_enough() -> None:
     """A burst of some seconds on a busy machine is no fault."""
-    judge, slow = Judge(), {"a": Report(Vitals(0.5)), "b": Report(Vitals(0.9))}
+    judge = Judge()
+    slow = {"a": Report(Vitals(0.5)), "b": Report(Vitals(0.9))}
     times = [0.1 * number for number in range(49)]
     assert not any(judge.hear(Observation(slow, 1, now, CYCLE)) for now in times)
     [found] = judge.hear(Observation(slow, 1, 5.0, CYCLE))
@@ -279,7 +290,8 @@ def test_who_is_late_is_not_blamed_for_its_links() -> None:
 
 
 def test_of_two_workers_the_slow_direction_is_named() -> None:
-    rng, judge = random.Random(0), Judge()
+    rng = random.Random(0)
+    judge = Judge()
     slow = [
         with_links(clean(2, rng), links_of(2, rng, lambda a, _: 4.0 if a else 1.0))
         for _ in range(3)
@@ -314,7 +326,8 @@ def test_verdicts_begin_and_end_in_turns_and_never_flap(
 ) -> None:
     """Whatever happens, a cause that comes and goes every other round makes one verdict at most
     every two rounds, and each one ends before it begins again."""
-    judge, state = Judge(), dict[Cause, tuple[bool, int]]()
+    judge = Judge()
+    state = dict[Cause, tuple[bool, int]]()
     for step, sick in enumerate(history):
         said = [Vitals(compute=0.5 + one) for one in sick[:workers]]
         for verdict in judged(judge, [said], first=step):
@@ -340,7 +353,8 @@ def test_wrong_numbers_and_absence_are_named() -> None:
 
 
 def test_while_training_waits_only_absence_counts_at_once() -> None:
-    judge, slow = Judge(), [[Vitals(0.5), Vitals(2.0)]] * 2
+    judge = Judge()
+    slow = [[Vitals(0.5), Vitals(2.0)]] * 2
     [found] = judged(judge, slow)
     assert found.cause == Cause(Kind.COMPUTE, "worker 1")
     waits = {"worker 0": Report(flags=NOT_FINITE), "worker 1": Report(absent="stopped")}
@@ -439,8 +453,11 @@ def test_workers_that_share_their_cores_only_with_each_other_are_judged(
 
 
 def test_a_verdict_stands_while_it_cannot_be_judged() -> None:
-    judge, sick, well = Judge(), [Vitals(0.5), Vitals(1.0)], [Vitals(0.5), Vitals(0.5)]
-    slow, busy = Cause(Kind.COMPUTE, "worker 1"), Cause(Kind.LOAD, "worker 1")
+    judge = Judge()
+    sick = [Vitals(0.5), Vitals(1.0)]
+    well = [Vitals(0.5), Vitals(0.5)]
+    slow = Cause(Kind.COMPUTE, "worker 1")
+    busy = Cause(Kind.LOAD, "worker 1")
     assert [one.cause for one in judged(judge, [sick] * 3)] == [slow]
     said = [well[0], queued(well[1], 0.6)]
     assert [one.cause for one in judged(judge, [said] * 4, first=3)] == [busy]

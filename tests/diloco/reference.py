@@ -37,8 +37,11 @@ class ReferenceDiLoCo:
         gather: Transmit = lambda mean: mean,
     ) -> None:
         """`fragments`: parameter names. `transmit`: of deltas. `gather`: of the mean."""
-        self.config, self.T = config, total_steps
-        self.fragments, self.transmit, self.gather = fragments, transmit, gather
+        self.config = config
+        self.T = total_steps
+        self.fragments = fragments
+        self.transmit = transmit
+        self.gather = gather
         self.is_sparse = config.quantization.format.is_sparse
         self.theta = [dict(worker.named_parameters()) for worker in workers]
         self.Theta = {name: value.detach().float().clone() for name, value in self.theta[0].items()}
@@ -55,11 +58,14 @@ class ReferenceDiLoCo:
     def step(self, weights: Sequence[float] | None = None) -> None:
         """Call after inner step t of all workers. Those of weight 0 are left out of means."""
         self.t += 1
-        t, P = self.t, len(self.fragments)
-        H, tau = self.config.sync_every, self.config.overlap.delay
+        t = self.t
+        P = len(self.fragments)
+        H = self.config.sync_every
+        tau = self.config.overlap.delay
         is_beginning = t <= self.config.beginning.length
         if is_beginning:
-            H, tau = self.config.beginning.sync_every, 0
+            H = self.config.beginning.sync_every
+            tau = 0
         for p in range(P):
             t_p = p * max(1, H // P) % H
             if t >= H + t_p and (t - t_p) % H == 0:  # SEND
@@ -76,7 +82,8 @@ class ReferenceDiLoCo:
     @torch.no_grad()
     def _apply(self, message: MeanInFlight, *, average: bool = False) -> None:
         self.in_flight.remove(message)
-        begin, end = self.config.overlap.mixing, self.config.overlap.mixing_end
+        begin = self.config.overlap.mixing
+        end = self.config.overlap.mixing_end
         alpha = begin if end is None else begin + (end - begin) * self.t / self.T
         before = {name: self.Theta[name].clone() for name in message.mean}
         if average:
@@ -98,7 +105,8 @@ class ReferenceDiLoCo:
                 self._mix(theta, self.fragments[message.fragment], alpha)
 
     def _outer_lr(self, t: int) -> float:
-        outer, B = self.config.outer_optimizer, self.config.beginning.length
+        outer = self.config.outer_optimizer
+        B = self.config.beginning.length
         warmup = outer.warmup * self.T if outer.warmup < 1 else outer.warmup
         return outer.lr * min(1.0, (t - B) / warmup) if warmup else outer.lr
 
@@ -119,7 +127,8 @@ class ReferenceDiLoCo:
         return self.gather(mean)
 
     def _delta(self, m: int, p: int) -> Values:
-        theta, delta = self.theta[m], {}
+        theta = self.theta[m]
+        delta = {}
         for name in self.fragments[p]:
             rounded = self.Theta[name].to(theta[name].dtype).float()  # for models below fp32
             delta[name] = rounded - theta[name].float()

@@ -47,8 +47,10 @@ def test_all_instruction_sets_make_the_same_bits() -> None:
 
 def test_the_roots_of_adam_are_rounded_correctly() -> None:
     """Those of torch in fp32 are not, and differ between processors."""
-    config, count = OuterOptimizer(name="adam", lr=1.0, momentum=0.0), LENGTHS[-1]
-    delta, second = torch.ones(count), torch.rand(count, generator=torch.Generator().manual_seed(0))
+    config = OuterOptimizer(name="adam", lr=1.0, momentum=0.0)
+    count = LENGTHS[-1]
+    delta = torch.ones(count)
+    second = torch.rand(count, generator=torch.Generator().manual_seed(0))
     outer_step(config, torch.zeros(count), delta, [torch.zeros(count), second], count=2, lr=1.0)
     root = np.sqrt(second.numpy())  # as IEEE 754 asks
     expected = -np.float32(1) / (root + np.float32(config.epsilon))

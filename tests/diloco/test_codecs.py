@@ -93,7 +93,8 @@ def grid_value(name: str, code: int) -> float:
 
 
 def read_by_the_book(name: str, block: int, payload: bytes, values: int) -> Iterator[float]:
-    bits, position = bits_of(name), 0
+    bits = bits_of(name)
+    position = 0
     for start in range(0, values, UNIT):
         size = min(UNIT, values - start)
         code_bytes = -(-size * bits // 8)
@@ -112,10 +113,12 @@ def neighbors(name: str, block: int, values: Tensor) -> tuple[Tensor, Tensor]:
     top = 127.0 if name == "int8" else LAYOUTS[name][3]
     grid = {grid_value(name, code) for code in range(2 ** bits_of(name))}
     points = torch.tensor(sorted(point for point in grid if abs(point) <= top)).double()
-    below, above = [torch.empty(0)], [torch.empty(0)]
+    below = [torch.empty(0)]
+    above = [torch.empty(0)]
     for unit in values.double().split(UNIT):  # blocks begin anew with every unit
         for part in unit.split(block):
-            largest, exponent = part.abs().max().item() if len(part) else 0.0, -100
+            largest = part.abs().max().item() if len(part) else 0.0
+            exponent = -100
             while largest > top * 2.0**exponent:
                 exponent += 1
             scaled = points * 2.0**exponent
@@ -133,11 +136,14 @@ def neighbors(name: str, block: int, values: Tensor) -> tuple[Tensor, Tensor]:
 def test_pieces_anywhere_in_memory_are_encoded_as_the_whole(
     name: str, values: Tensor, block: int, cut: int, offset: int
 ) -> None:
-    codec, size = build(name, block_size=block), cut * UNIT
-    whole, expected = encoded(codec, values), round_trip(codec, values)
+    codec = build(name, block_size=block)
+    size = cut * UNIT
+    whole = encoded(codec, values)
+    expected = round_trip(codec, values)
     skipped = offset * {"fp32": 4, "bf16": 2}.get(name, 1)
     room = torch.zeros(skipped + len(whole), dtype=torch.uint8)[skipped:]
-    source, target = torch.cat((torch.ones(offset), values))[offset:], torch.zeros(9999)[offset:]
+    source = torch.cat((torch.ones(offset), values))[offset:]
+    target = torch.zeros(9999)[offset:]
     parts = room.tensor_split([codec.wire_bytes(len(values[:size]))])
     for part, payload in zip((source[:size], source[size:]), parts, strict=True):
         codec.encode(part, payload)
@@ -172,11 +178,14 @@ def test_values_are_rounded_to_the_grid_that_the_documentation_defines(
 @given(first=inputs(), seed=st.integers(0, 100), equal=st.booleans())
 def test_a_mean_is_over_those_who_send_a_value(first: Tensor, seed: int, equal: bool) -> None:
     """Not over zeros, with which a unit of fewer values than entries is filled up."""
-    codec, generator = build("topk"), torch.Generator().manual_seed(seed)
+    codec = build("topk")
+    generator = torch.Generator().manual_seed(seed)
     others = [torch.randn(len(first), generator=generator) for _ in range(2)]
-    values, weights = [first, *others], [1.0] * 3 if equal else [49.0, 0.5, 7.0]
+    values = [first, *others]
+    weights = [1.0] * 3 if equal else [49.0, 0.5, 7.0]
     arrived = torch.stack([round_trip(codec, value) for value in values])
-    mean, total = torch.zeros(len(first)), torch.zeros(len(first))
+    mean = torch.zeros(len(first))
+    total = torch.zeros(len(first))
     for value, weight in zip(arrived, weights, strict=True):
         sent = value != 0
         total[sent] += weight
@@ -194,11 +203,13 @@ def test_a_mean_is_over_those_who_send_a_value(first: Tensor, seed: int, equal: 
 def test_the_largest_values_are_sent_as_one_of_two_levels(values: Tensor, top: int) -> None:
     arrived = round_trip(build("topk", top_values=top), values)
     for value, got in zip(values.split(UNIT), arrived.split(UNIT), strict=True):
-        sent, magnitudes = got != 0, value.abs()
+        sent = got != 0
+        magnitudes = value.abs()
         assert torch.equal(got.sign()[sent], value.sign()[sent])
         assert len(got.abs().unique()) <= 3
         if 0 < sent.sum() < len(value):  # bf16 has 8 bits of a magnitude
-            least, greatest = magnitudes[sent].min(), magnitudes.max()
+            least = magnitudes[sent].min()
+            greatest = magnitudes.max()
             assert magnitudes[~sent].max() <= least * (1 + 2**-7)
             assert got.abs().max() <= greatest
             assert got[sent].abs().min() >= 0.7 * least
@@ -219,7 +230,8 @@ def test_a_block_that_is_not_finite_leaves_others_alone(name: str, value: float)
     for index in (40, 1023, 1099):
         values = clean.clone()
         values[index] = value
-        arrived, expected = round_trip(codec, values), round_trip(codec, clean)
+        arrived = round_trip(codec, values)
+        expected = round_trip(codec, clean)
         broken = torch.arange(1100) // 32 == index // 32
         assert arrived[broken].isnan().all()
         assert same_bits(arrived[~broken], expected[~broken])
@@ -227,7 +239,8 @@ def test_a_block_that_is_not_finite_leaves_others_alone(name: str, value: float)
 
 @every_codec
 def test_the_smallest_and_largest_numbers(name: str) -> None:
-    codec, largest = build(name), torch.finfo(torch.float32).max
+    codec = build(name)
+    largest = torch.finfo(torch.float32).max
     assert not round_trip(codec, torch.zeros(100)).any()
     tiny = torch.full((100,), 1e-45)
     arrived = round_trip(codec, tiny)

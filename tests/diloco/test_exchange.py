@@ -39,7 +39,8 @@ def build(
     world: World, codec: str, largest: int, patches: dict[str, Any], device: str = "cpu"
 ) -> Exchange:
     """Return an exchange on a CPU, built with other values of names of its module."""
-    group, where = world.group(WORKER), torch.device(device)
+    group = world.group(WORKER)
+    where = torch.device(device)
     assert group is not None
     own = build_codec(Quantization(codec=codec))
     with pytest.MonkeyPatch.context() as patch:  # these processes run other tests, too
@@ -51,8 +52,10 @@ def build(
 
 def _exchange(codec: str, window: int, weights: list[float]) -> list[tuple[Tensor, float]]:
     """Return means and scalar products, with chunks of one block, `window` of them in flight."""
-    workers, sizes = len(weights), {"chunk_and_window": lambda *_, **__: (STEP_VALUES, window)}
-    made, found = build(join(workers), codec, max(SIZES), sizes), []
+    workers = len(weights)
+    sizes = {"chunk_and_window": lambda *_, **__: (STEP_VALUES, window)}
+    made = build(join(workers), codec, max(SIZES), sizes)
+    found = []
     for number, size in enumerate(SIZES):
         delta = delta_of(made.me, number, size)
         headers, traffic = made.average(delta, header(weights[made.me]), measured=True)
@@ -64,7 +67,8 @@ def _exchange(codec: str, window: int, weights: list[float]) -> list[tuple[Tenso
 
 def mean_at_once(name: str, deltas: list[Tensor], weights: list[float]) -> Tensor:
     """Return the mean of whole deltas. Workers of weight 0 are left out."""
-    codec, mean = build_codec(Quantization(name)), torch.zeros_like(deltas[0])
+    codec = build_codec(Quantization(name))
+    mean = torch.zeros_like(deltas[0])
     heard = {one: weight for one, weight in enumerate(weights) if weight}
     payloads = [torch.zeros(codec.wire_bytes(len(mean)), dtype=torch.uint8) for _ in heard]
     for one, payload in zip(heard, payloads, strict=True):
@@ -113,7 +117,8 @@ def _over_streams(codec: str, workers: int, streams: int) -> tuple[list[Tensor],
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world_module, "is_loopback", lambda _: False)
         world = join(workers, streams=streams)
-    used, found = set[int](), list[Tensor]()
+    used = set[int]()
+    found = list[Tensor]()
     send = dist.isend
 
     def isend(payload: Tensor, tag: int, **more: Any) -> Any:
@@ -150,7 +155,8 @@ def room_for_both(size: int, device: torch.device, *, is_read_in_place: bool = F
 def _by_way_of_the_host(workers: int, codec: str) -> list[Tensor]:
     """Return means, in chunks of a CPU and of a GPU; the latter with buffers for gloo apart from
     those of the codec, and also with deltas that are not where they are encoded."""
-    world, found = join(workers), list[Tensor]()
+    world = join(workers)
+    found = list[Tensor]()
     sizes = partial(chunk_and_window, on_gpu=True)
     on_gpu = {"GPU_CHUNK": 2**18, "chunk_and_window": sizes, "room": room_for_both}
     elsewhere = "cpu:0"  # is not equal to the device of a tensor

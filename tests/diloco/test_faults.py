@@ -192,7 +192,8 @@ def test_the_lack_of_memory_is_named_when_the_system_has_killed_a_worker(
 
 
 def _ends(how: str) -> tuple[list[str], bool]:
-    world, lines = join(2), Lines()
+    world = join(2)
+    lines = Lines()
     liveness = Liveness(dist.new_group(backend="gloo"))
     if world.worker == 1:
         {"close": liveness.close, "destroy": dist.destroy_process_group}[how]()
@@ -225,7 +226,8 @@ def test_a_worker_that_made_fewer_steps_is_named_when_it_ends(processes: Process
 
 NO_STEP = r"its header has not arrived .* it answers \(its last step, 1, was"
 NO_ANSWER = "its header has not arrived .* and it does not answer"
-NO_PAYLOAD, NO_MEAN = "but none of its payload has", "its mean has"
+NO_PAYLOAD = "but none of its payload has"
+NO_MEAN = "its mean has"
 LAST_MEAN = "the means of the others have arrived, but its mean has not"
 
 
@@ -235,7 +237,9 @@ def _waits(of_worker: dict[int, str], stops: str, values: int) -> tuple[list[str
 
     Return the lines and why workers are missing.
     """
-    world, lines, missing = join(3), Lines(), dict[str, str]()
+    world = join(3)
+    lines = Lines()
+    missing = dict[str, str]()
     model = nn.ParameterDict({"weight": nn.Parameter(torch.ones(values))})
     outer = StreamingDiLoCo(model, world.group(WORKER), replace(AVERAGE_EVERY_STEP, link=PATIENT))
     outer.peers.reports.watcher = lambda reports: missing.update(
@@ -300,7 +304,8 @@ def _asks_while_a_line_is_written() -> list[bool]:
     Return whether it waits, as it answers worker 1 before and after the end of the wait.
     """
     world = join(2)
-    watching, result = Liveness(dist.new_group(backend="gloo")), Future[None]()
+    watching = Liveness(dist.new_group(backend="gloo"))
+    result = Future[None]()
 
     def write(_: float) -> None:
         dist.barrier(group=world.control)
@@ -350,7 +355,8 @@ def test_why_a_worker_is_absent() -> None:
 
 def _waits_elsewhere() -> list[str]:
     """Worker 0 waits for a sum over all ranks while worker 1 holds up an exchange."""
-    world, lines = join(2), Lines()
+    world = join(2)
+    lines = Lines()
     said = dist.new_group(backend="gloo")
     chosen = replace(config(0, delay=4), link=PATIENT)
     model = Net()

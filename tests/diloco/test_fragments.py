@@ -62,7 +62,8 @@ def test_blocks_and_the_rest(pattern: Any, expected: list[list[str]]) -> None:
 def test_every_value_is_in_exactly_one_fragment(
     layers: int, per_fragment: int, pattern: Any, vocabulary: int
 ) -> None:
-    model, per_fragment = decoder(layers, vocabulary), min(per_fragment, layers)
+    model = decoder(layers, vocabulary)
+    per_fragment = min(per_fragment, layers)
     fragments = build_fragments(model, Fragments(pattern=pattern, layers_per_fragment=per_fragment))
     found = sorted(part.name for fragment in fragments for part in fragment.parts)
     assert found == sorted(name for name, _ in model.named_parameters())

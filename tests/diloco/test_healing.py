@@ -76,7 +76,9 @@ def test_flags_take_the_weight_unless_all_have_an_outlier() -> None:
 def test_rounds_that_are_not_finite_are_counted_by_fragment(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    watch, good, bad = LeftOut(workers=3, fragments=2), header(), header(NOT_FINITE)
+    watch = LeftOut(workers=3, fragments=2)
+    good = header()
+    bad = header(NOT_FINITE)
     elsewhere = [header(fragment=1)] * 3
     for sent in [[good, bad, bad]] * 3 + [[good] * 3] + [[good, good, bad]] * 3 + [elsewhere] * 3:
         watch.note(sent, norm_limit=20.0)
@@ -138,7 +140,8 @@ def _spoiled(
             local_of(model.get_parameter(WEIGHT)).mul_(factor)
         outer.step(float(finite))
     outer.drain()
-    rounds, counted = outer.rounds(), outer.metrics()["worker/healed_fragments"]
+    rounds = outer.rounds()
+    counted = outer.metrics()["worker/healed_fragments"]
     return {
         "healed": healed,
         "steps": int(optimizer.state[model.get_parameter(WEIGHT)]["step"]),
@@ -155,7 +158,8 @@ def test_a_matrix_that_jumps_is_left_out_and_heals(
     processes: ProcessPool, factor: float, ranks: int
 ) -> None:
     """Fragment 3 is sent after the step in which it jumps."""
-    wire, end = Quantization("fp4_e3m0"), 45
+    wire = Quantization("fp4_e3m0")
+    end = 45
     chosen = replace(config(2, delay=1), quantization=wire, sync_every=4)
     results = processes.run(_spoiled, 2 * ranks, chosen, factor, ranks, 25, end)
     for rank, found in enumerate(results):

@@ -22,7 +22,8 @@ from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.transport import header_bytes
 from torchtitan_diloco.distributed.world import WORKER, leave_world
 
-WORKERS, CULPRIT = 3, 2
+WORKERS = 3
+CULPRIT = 2
 FAST = 80.0
 """Mbit/s."""
 
@@ -46,7 +47,8 @@ def count_bytes(workers: int) -> None:
     for codec in CODECS:
         chosen = replace(AVERAGE_EVERY_STEP, quantization=Quantization(codec=codec))
         outer = StreamingDiLoCo(random_values(VALUES), world.group(WORKER), chosen)
-        sent, on_the_wire = set[int](), []
+        sent = set[int]()
+        on_the_wire = []
         for _ in range(EXCHANGES):
             dist.barrier()
             before = read_counters(LOOPBACK)[0]
@@ -73,7 +75,8 @@ def test_the_interface_counts_what_we_count(tmp_path: Path, workers: int) -> Non
     assert [program.exitcode for program in programs] == [0] * workers, said
     measured = zip(*(json.loads(text.splitlines()[-1]) for text in said), strict=True)
     for codec, results in zip(CODECS, measured, strict=True):
-        counted, on_the_wire = sum(sent for sent, _ in results), max(wire for _, wire in results)
+        counted = sum(sent for sent, _ in results)
+        on_the_wire = max(wire for _, wire in results)
         assert counted <= on_the_wire <= 1.02 * counted, codec
         fragments = 2 * (workers - 1)  # sent by all workers together
         payloads = fragments * build_codec(Quantization(codec=codec)).wire_bytes(VALUES)

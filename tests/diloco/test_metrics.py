@@ -63,13 +63,18 @@ def test_the_rounds_of_a_step_merge_as_declared() -> None:
     meter = Meter()
     for largest in (2.0, 5.0, 3.0):
         round_ = Round(0, 1, 1, participants=2)
-        round_.begun, round_.ready = 1.0, 1.5
-        round_.asked = round_.fetched = round_.applied = 2.0
+        round_.begun = 1.0
+        round_.ready = 1.5
+        round_.asked = 2.0
+        round_.fetched = 2.0
+        round_.applied = 2.0
         round_.traffic.bytes_sent = 10
         round_.numbers["sync/largest_mean_delta"] = largest
         meter.applied(round_)
     loaded = Round.loaded(0, 1, sent_step=1, participants=2, flags=0, is_in_model=True)
-    loaded.asked = loaded.fetched = loaded.applied = 2.0
+    loaded.asked = 2.0
+    loaded.fetched = 2.0
+    loaded.applied = 2.0
     meter.applied(loaded)
     taken = meter.take()
     assert taken["sync/largest_mean_delta"] == 5.0

@@ -51,7 +51,8 @@ class Wire:
     """Transmits for the reference: codes each rank's rows of a fragment as one flat vector."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.codec = case, build_codec(case.config.quantization)
+        self.codec = build_codec(case.config.quantization)
+        self.case = case
 
     def transmit(self, delta: Values) -> Values:
         return delta if self.case.workers == 1 else self._coded(delta)
@@ -80,7 +81,9 @@ class Wire:
 
 
 def run_reference(case: Case) -> tuple[list[Parameters], Parameters]:
-    models, chosen, wire = [Net() for _ in range(case.workers)], case.config, Wire(case)
+    models = [Net() for _ in range(case.workers)]
+    chosen = case.config
+    wire = Wire(case)
     fragments = build_fragments(models[0], chosen.fragments)
     reference = ReferenceDiLoCo(
         models,
@@ -91,7 +94,8 @@ def run_reference(case: Case) -> tuple[list[Parameters], Parameters]:
         gather=wire.gather,
     )
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in models]
-    chance, workers = chosen.link.drop_probability, range(case.workers)
+    chance = chosen.link.drop_probability
+    workers = range(case.workers)
     for step in range(1, STEPS + 1):
         for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             inner_step(model, optimizer, worker, step)
@@ -136,10 +140,8 @@ def with_wire(wire: Quantization, delay: int = 5, layers: int = 2, **changes: An
 def with_turns(delay: int, every: int) -> DiLoCoConfig:
     """A beginning that ends within a cycle, and has more fragments than steps between two sends;
     a falling share."""
-    overlap, beginning = (
-        Overlap(delay, mixing=0.6, mixing_end=0.1),
-        Beginning(length=11, sync_every=every),
-    )
+    overlap = Overlap(delay, mixing=0.6, mixing_end=0.1)
+    beginning = Beginning(length=11, sync_every=every)
     return with_wire(Quantization("fp4_e3m0"), overlap=overlap, beginning=beginning)
 
 

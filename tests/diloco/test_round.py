@@ -35,16 +35,20 @@ def _rounds(
     workers: int, ranks: int, codec: str, measure_every: int
 ) -> list[tuple[Round, dict[str, float]]]:
     """Return every round, and its numbers from the parameters."""
-    wire, found = Quantization(codec=codec), []
+    wire = Quantization(codec=codec)
+    found = []
     chosen = replace(PLAIN_MEAN, quantization=wire, measure_every=measure_every)
     outer, model, optimizer = start(chosen, workers, ranks)
     for step in range(1, 13):
         inner_step(model, optimizer, outer.worker, step)
-        before, local = flat(outer.global_state_dict()), flat(dict(model.named_parameters()))
+        before = flat(outer.global_state_dict())
+        local = flat(dict(model.named_parameters()))
         outer.step(weight=2.0)
-        after, rounds = flat(outer.global_state_dict()), outer.rounds()
+        after = flat(outer.global_state_dict())
+        rounds = outer.rounds()
         assert len(rounds) == (step % 4 == 0)
-        delta, update = before - local, after - before
+        delta = before - local
+        update = after - before
         expected = {
             "round/delta_norm": float(delta.norm()),
             "round/mean_norm": float(update.norm()),
@@ -103,7 +107,8 @@ def _transfers(codec: str) -> list[tuple[tuple[float, ...], float, list[float]]]
     model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(1_000_000))})
     chosen = replace(AVERAGE_EVERY_STEP, quantization=Quantization(codec=codec))
     outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
-    found, before = [], Traffic()
+    found = []
+    before = Traffic()
     for step in range(4):
         with torch.no_grad():
             model["weight"] += torch.randn(1_000_000)

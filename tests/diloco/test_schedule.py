@@ -23,7 +23,8 @@ def test_a_walk_through_the_steps(schedule: Schedule, last: int) -> None:
     in_flight: list[tuple[int, int]] = []
     rounds = [0] * schedule.fragments
     for step in range(1, last + 1):
-        sent, applied = schedule.sent_at(step), schedule.applied_at(step)
+        sent = schedule.sent_at(step)
+        applied = schedule.applied_at(step)
         early = schedule.is_average(step)
         delay = 0 if early else schedule.delay
         for fragment in sent:

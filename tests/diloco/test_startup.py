@@ -121,9 +121,11 @@ OTHERS: dict[str, str] = {
 
 def _other_settings() -> tuple[dict[str, str], list[int]]:
     """Return the error for each setting in which worker 1 differs, and the numbers of two runs."""
-    group, found = join(2).group(WORKER), {}
+    group = join(2).group(WORKER)
+    found = {}
     for kind in OTHERS:
-        model, differs = Net(), kind if dist.get_rank() == 1 else ""
+        model = Net()
+        differs = kind if dist.get_rank() == 1 else ""
         if differs == "model":
             model.gain = nn.Parameter(torch.ones(2))
         chosen = config(2, mixing=0.25 if differs == "diloco.overlap.mixing" else 0.5)
@@ -228,7 +230,8 @@ def _first_weights(ranks: int) -> dict[str, Start]:
         if world.worker == 1:
             with torch.no_grad():
                 change(model)
-        sizes, lines = list[int](), list[str]()
+        sizes = list[int]()
+        lines = list[str]()
         with counting_sent(sizes, dist.broadcast), pytest.MonkeyPatch.context() as patch:
             patch.setattr(logger, "info", lines.append)
             start_peers(model, world.group(WORKER), chosen, shards=world.shards)
@@ -278,12 +281,15 @@ def test_only_first_weights_that_differ_are_sent(processes: ProcessPool, ranks: 
 def _refusals() -> tuple[dict[str, str], list[str]]:
     """Return what is refused, over a group whose backend nobody has named, and warnings."""
     dist.init_process_group()
-    rank, workers = dist.get_rank(), dist.group.WORLD
+    rank = dist.get_rank()
+    workers = dist.group.WORLD
     alone = [dist.new_group([one], backend="gloo") for one in range(2)]
-    sharded, a_minute = Net(), timedelta(minutes=1)
+    sharded = Net()
+    a_minute = timedelta(minutes=1)
     fully_shard(sharded)
     by_hand: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, a_minute)  # type: ignore[attr-defined]
-    statistics, warnings = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), list[str]()
+    statistics = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    warnings = list[str]()
     found = {
         "DDP over workers": refusal(DistributedDataParallel(Net()), workers),
         "DDP in a worker": refusal(

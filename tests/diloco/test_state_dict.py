@@ -44,11 +44,13 @@ def assert_same(left: Any, right: Any) -> None:
 
 def _interrupted(wire: Quantization, optimizer_name: str) -> tuple[list[int], Any, list[Any]]:
     """Return the fragments in flight at each save, and the ends of the saved and resumed runs."""
-    overlap, beginning = Overlap(delay=5, mixing_end=0.0), Beginning(length=5)
+    overlap = Overlap(delay=5, mixing_end=0.0)
+    beginning = Beginning(length=5)
     outer: dict[str, Any] = {"lr": 1.0} if optimizer_name == "sgd" else {"lr": 0.7, "warmup": 0.8}
     outer_config = config(2, name=optimizer_name, **outer)
     chosen = replace(outer_config, overlap=overlap, beginning=beginning, quantization=wire)
-    world, saves = join(2), list[Any]()
+    world = join(2)
+    saves = list[Any]()
 
     def run(begin: int = 0, saved: Any = None) -> Any:
         outer, model, optimizer = start(chosen, world=world, adam=True, total_steps=39)
@@ -79,7 +81,8 @@ def test_resumed_is_uninterrupted_bit_for_bit(
     processes: ProcessPool, codec: str, name: str
 ) -> None:
     workers = processes.run(_interrupted, 2, Quantization(codec), name)
-    outer, moments = workers[0][1][1]["tensors"], {"adam": 2, "sgd": 0}.get(name, 1)
+    outer = workers[0][1][1]["tensors"]
+    moments = {"adam": 2, "sgd": 0}.get(name, 1)
     assert len({key.partition("/")[0] for key in outer if "moment" in key}) == moments
     for flying, went_on, ends in workers:
         for key in (one for one in outer if not one.startswith("sent/")):
@@ -93,7 +96,8 @@ def test_resumed_is_uninterrupted_bit_for_bit(
 
 def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
     """Return the notes of a restart with other settings, and shared tensors before and after."""
-    world, chosen = join(2), config(2, delay=5)
+    world = join(2)
+    chosen = config(2, delay=5)
     outer, model, optimizer = start(chosen, world=world)
     train(outer, model, optimizer, range(1, 14))
     saved = outer.state_dict()

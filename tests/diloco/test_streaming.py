@@ -101,7 +101,8 @@ class Odd(nn.Module):
 def _odd_model() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     group = join(2).group(WORKER)
     torch.manual_seed(dist.get_rank(group))  # different weights, which the start makes equal
-    model, fresh = Odd(), Odd()
+    model = Odd()
+    fresh = Odd()
     outer = StreamingDiLoCo(model, group, replace(config(1, delay=2), sync_every=4))
     started = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
@@ -183,7 +184,8 @@ def _shared_parameters_under_fsdp() -> tuple[float, float, float, float]:
         with outer.global_parameters():
             shared = loss(model, 0, 99).item()
         after = loss(model, 0, 99).item()
-    plain, saved = Net(), outer.state_dict(world.host_mesh)["tensors"]
+    plain = Net()
+    saved = outer.state_dict(world.host_mesh)["tensors"]
     plain.load_state_dict({name: full(value) for name, value in outer.global_state_dict().items()})
     for name, value in plain.state_dict().items():
         assert torch.equal(full(saved[shared_parameter_name(name)]), value), "sharded as they are"
@@ -227,7 +229,8 @@ def _threads_after_work() -> int:
 
 
 def test_threads_end_with_their_owner_and_leave_torchs_threads_alone() -> None:
-    before, threads = set(threading.enumerate()), torch.get_num_threads()
+    before = set(threading.enumerate())
+    threads = torch.get_num_threads()
     for _ in range(3):
         StreamingDiLoCo(Net(), None, AVERAGE_EVERY_STEP)
     gc.collect()

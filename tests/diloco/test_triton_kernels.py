@@ -92,7 +92,8 @@ def compare(codec: Codec, values: Tensor, device: str) -> None:
         "this would compare torch with torch"
     )
     expected = torch.zeros(codec.wire_bytes(len(values)), dtype=torch.uint8)
-    payload, given = Guarded(torch.zeros_like(expected), device), Guarded(values, device)
+    payload = Guarded(torch.zeros_like(expected), device)
+    given = Guarded(values, device)
     with plain_torch():
         codec.encode(values.clone(), expected)
     codec.encode(given.inside, payload.inside)
@@ -102,7 +103,8 @@ def compare(codec: Codec, values: Tensor, device: str) -> None:
 
 
 def compare_decoded(codec: Codec, payload: Tensor, length: int, device: str) -> None:
-    out, expected = Guarded(torch.zeros(length), device), torch.zeros(length)
+    out = Guarded(torch.zeros(length), device)
+    expected = torch.zeros(length)
     codec.decode(Guarded(payload, device).inside, out.inside)
     with plain_torch():
         codec.decode(payload, expected)
@@ -116,7 +118,8 @@ def compare_means(codec: Codec, length: int, device: str) -> None:
             values = torch.randn(length, generator=torch.Generator().manual_seed(seed))
             codec.encode(values, payload)
     for count in range(1, len(WEIGHTS) + 1):
-        expected, mean = torch.zeros(length), Guarded(torch.zeros(length), device)
+        expected = torch.zeros(length)
+        mean = Guarded(torch.zeros(length), device)
         with plain_torch():
             codec.average(payloads[:count], WEIGHTS[:count], expected)
         arrived = [Guarded(payload, device).inside for payload in payloads[:count]]
@@ -126,7 +129,8 @@ def compare_means(codec: Codec, length: int, device: str) -> None:
 
 def compare_any_bytes(codec: Codec, block: int, device: str) -> None:
     """Decode every code under every scale, also those that no encoder writes."""
-    length, generator = 2 * UNIT + 77, torch.Generator().manual_seed(block)
+    length = 2 * UNIT + 77
+    generator = torch.Generator().manual_seed(block)
     payload = torch.randint(256, (codec.wire_bytes(length),), generator=generator)
     compare_decoded(codec, payload.to(torch.uint8), length, device)
 
@@ -154,7 +158,8 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
 
 def _compare_format(name: str, device: str) -> None:
     with patch.dict(FORMATS, int4=INT4):  # in the process of the kernels, too
-        number, fast = list(FORMATS).index(name), device == "cuda"
+        number = list(FORMATS).index(name)
+        fast = device == "cuda"
         lengths = [0, 1, 15, 1023, 1025, UNIT + 17] + fast * [512 * UNIT, 700 * UNIT + 333]
         for kind, length in enumerate(lengths):
             one_of_all = [BLOCK_SIZES[(number + 2 * kind) % len(BLOCK_SIZES)]]
@@ -207,7 +212,9 @@ class _Compiled:
     """Stands in for a kernel and compiles what would be launched."""
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel, self.ptx, self.sass = kernel, "", ""
+        self._kernel = kernel
+        self.ptx = ""
+        self.sass = ""
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         return partial(self._compile, grid)
@@ -226,8 +233,10 @@ def _compile_all(cache: Path) -> None:
     driver.set_active(_NoGpu())
     kernels = blocks.triton_kernels()
     assert kernels is not None
-    encoder, averager = _Compiled(kernels.encode_units), _Compiled(kernels.average_units)
-    kernels.encode_units, kernels.average_units = encoder, averager  # type: ignore[attr-defined]
+    encoder = _Compiled(kernels.encode_units)
+    averager = _Compiled(kernels.average_units)
+    kernels.encode_units = encoder  # type: ignore[attr-defined]
+    kernels.average_units = averager  # type: ignore[attr-defined]
     largest = _Compiled(kernels.encode_largest_of_units)
     kernels.encode_largest_of_units = largest  # type: ignore[attr-defined]
     room = torch.zeros(64 * UNIT, dtype=torch.uint8)

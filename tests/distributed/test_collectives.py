@@ -173,7 +173,9 @@ def _save_and_stop(signalled_rank: int) -> tuple[list[int], int, list[float]]:
     """Take steps of different length on each rank. Rank 1 asks for a save in step 4, another one
     gets a signal in step 15. Return the steps after which all saved, and stopped, and the sums of
     the ranks' numbers in the first steps."""
-    world, saves, sums = join(1), [], []
+    world = join(1)
+    saves = []
+    sums = []
     with StopRequest(world, longest_lag=3) as request:
         for step in range(1000):
             time.sleep(0.001 * (1 + world.rank))
@@ -238,7 +240,8 @@ def _save_at_any_speed(askers: dict[int, int]) -> tuple[dict[int, int], list[flo
     of a step. The clock of each rank has its own speed."""
     world = join(1)
     now = 0.0
-    saves, usual = dict[int, int](), list[float]()
+    saves = dict[int, int]()
+    usual = list[float]()
     clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
     with (
         patch.object(collectives, "time", clock),

@@ -78,7 +78,8 @@ def test_nccl_joins_only_ranks_that_train_together(
     monkeypatch: pytest.MonkeyPatch, outer_loop: bool
 ) -> None:
     """And these wait for each other longer than for another worker, which is named then."""
-    device, made = torch.device("cuda", 0), list[tuple[Any, ...]]()
+    device = torch.device("cuda", 0)
+    made = list[tuple[Any, ...]]()
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: str = "", **more: Any) -> object:
         seconds = None if timeout is None else timeout.total_seconds()
@@ -164,8 +165,10 @@ def _join(
     count: int, problem: str = "", ranks: int = 1, *, loopback: bool = False
 ) -> tuple[int, list[str], list[str]]:
     """Return the streams, the lines of the log and the interfaces of the group between workers."""
-    said, made = list[str](), list[str]()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    said = list[str]()
+    made = list[str]()
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
 
     def find_interface(name: str) -> tuple[str, str]:
         if problem and rank:

@@ -13,7 +13,9 @@ from torchtitan_diloco.export.weights import SavedModel, open_weights
 from torchtitan_diloco.models.decoder import Decoder, resolve_shape
 from torchtitan_diloco.models.interface import separate_documents
 
-ROWS, LENGTH, VOCABULARY = 320, 24, 257
+ROWS = 320
+LENGTH = 24
+VOCABULARY = 257
 BYTES = build_tokenizer("bytes")
 
 

@@ -15,7 +15,9 @@ from torchtitan_diloco.export.hugging_face import SpecialToken, write_tokenizer
 from torchtitan_diloco.export.weights import SavedModel, open_saved
 from torchtitan_diloco.models.generation import generate
 
-BEGIN, LENGTH, TOKENS = "<|begin_of_text|>", 32, 12
+BEGIN = "<|begin_of_text|>"
+LENGTH = 32
+TOKENS = 12
 TEXT = "the old stone"
 
 

@@ -71,7 +71,8 @@ def test_export_writes_the_shared_parameters(
     modes = {path.name: path.stat().st_mode & 0o777 for path in base.iterdir()}
     assert set(modes.values()) == {base.stat().st_mode & 0o666}, "the user's umask"
 
-    half, path = tmp_path / "half", checkpoint(trained, 16, worker=1)
+    half = tmp_path / "half"
+    path = checkpoint(trained, 16, worker=1)
     printed(capsys, "export", path, "--dtype", "bfloat16", "--out", half)
     assert_same(read_weights(half), {name: one.bfloat16() for name, one in expected.items()})
     model = build_model(config.model, 320, config.training.sequence_length).to_empty(device="cpu")
@@ -333,7 +334,8 @@ def test_the_module_needs_a_command(words: list[str], problem: str, capsys: Capt
 def test_a_damaged_file_or_another_tokenizer_is_named(
     trained: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    folder, own = tmp_path / "run", trained.parent / "own.json"
+    folder = tmp_path / "run"
+    own = trained.parent / "own.json"
     before = own.read_bytes()
     shutil.copytree(trained / "worker-0", folder / "worker-0")
     file = checkpoint(folder, 16) / "rank-0.safetensors"

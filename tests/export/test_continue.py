@@ -36,7 +36,8 @@ SCALED = Model(**SMALL, qk_norm=False, rotary_scaling=8.0)
 
 
 def test_what_transformers_saves_in_parts_and_16_bits_is_read(tmp_path: Path) -> None:
-    one, parts = tmp_path / "one", tmp_path / "parts"
+    one = tmp_path / "one"
+    parts = tmp_path / "parts"
     save(build(PLAIN), one)
     theirs = load(one).to(torch.bfloat16)
     theirs.save_pretrained(parts, max_shard_size="10KB")
@@ -154,7 +155,8 @@ def test_a_run_continues_from_a_folder_of_transformers(text: Path, processes: Pr
     changes |= {"model.weights": folder, "run.folder": second}
     processes.run(run, 4, settings(text, **llama, **changes))
     assert records(Path(second))[0]["train/tokens"] == 12 * 32, "a new run, from its first token"
-    started, weights = open_saved(Path(second)), read_weights(folder)
+    started = open_saved(Path(second))
+    weights = read_weights(folder)
     for name, parts in transformers_names(started.model).items():
         expected = torch.cat([weights[part] for part in parts])
         torch.testing.assert_close(started.model.get_parameter(name), expected, rtol=0, atol=1e-7)

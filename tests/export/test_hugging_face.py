@@ -34,7 +34,8 @@ def some_tokens(*shape: int, seed: int = 1) -> torch.Tensor:
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    decoder, folder = build(request.param), tmp_path_factory.mktemp("exported")
+    decoder = build(request.param)
+    folder = tmp_path_factory.mktemp("exported")
     save(decoder, folder)
     return decoder, load(folder), folder
 
@@ -66,7 +67,8 @@ def test_rows_beyond_the_vocabulary_are_kept_and_never_drawn(tmp_path: Path) -> 
         torch.nn.init.ones_(decoder.norm.weight)
         decoder.embedding.weight[VOCABULARY:] *= 100
     save(decoder, tmp_path)
-    model, tokens = load(tmp_path), some_tokens(4, 4)
+    model = load(tmp_path)
+    tokens = some_tokens(4, 4)
     assert model.config.vocab_size == ROWS
     assert model(tokens).logits.argmax(-1).max() >= VOCABULARY
     torch.manual_seed(0)

@@ -36,7 +36,8 @@ from torchtitan_diloco.islands.runs import Decisions, Run
 from torchtitan_diloco.islands.syncing import SyncerProcess
 from torchtitan_diloco.store import open_store
 
-SAMPLES, TOKENS_PER_SAMPLE = 2, 100
+SAMPLES = 2
+TOKENS_PER_SAMPLE = 100
 PATIENCE = 300.0
 NOTE_SECONDS = 0.5
 LOOK_SECONDS = 0.005
@@ -125,7 +126,8 @@ class HandIsland:
             self.machine.on_held(stored, 0.0)
         now = time.monotonic()
         if self._is_note_due or now - self._noted_at > NOTE_SECONDS:
-            self._is_note_due, self._noted_at = False, now
+            self._is_note_due = False
+            self._noted_at = now
             self.run.store.replace(ISLAND + self.incarnation, self.machine.note(), durable=False)
             for name in self.machine.take_garbage():
                 self.run.large.delete(name)
@@ -241,7 +243,7 @@ def train(islands: list[HandIsland], steps: int, tokens: list[int]) -> None:
             for one in waiting
             if not one.machine.ending and (one.machine.step < steps or not one.boundary())
         ]
-        assert time.monotonic() < until, [one.machine.news for one in islands]
+        assert time.monotonic() < until, [one.machine.news.lines for one in islands]
 
 
 def newest(location: Path | str) -> Decision:

@@ -67,7 +67,8 @@ def train(
 ) -> None:
     """Train an island from its checkpoint in `folder` on, and leave its shared copy there."""
     torch.set_num_threads(1)
-    saved, shared = folder / "saved.pt", folder / "shared.pt"
+    saved = folder / "saved.pt"
+    shared = folder / "shared.pt"
     state = torch.load(saved, weights_only=False) if saved.exists() else None
     island = Trainee(
         store,
@@ -104,7 +105,8 @@ class Lives(threading.Thread):
 
     def __init__(self, body: Callable[..., None], deaths: Sequence[int], *arguments: Any) -> None:
         super().__init__(daemon=True)
-        self._body, self._arguments = body, arguments
+        self._body = body
+        self._arguments = arguments
         self._counts: list[int | None] = [*deaths, None]
         self.codes = list[int | None]()
         """Exit codes, negative for a signal."""

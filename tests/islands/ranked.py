@@ -14,7 +14,8 @@ from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.islands.peers import IslandPeers
 
-TOKENS, SAMPLES = 100, 2
+TOKENS = 100
+SAMPLES = 2
 NAMES = "ab"
 Versions = dict[tuple[int, int], Tensor]
 
@@ -39,7 +40,8 @@ class RankedIsland:
         **options: Any,
     ) -> None:
         ranks = int(os.environ["WORLD_SIZE"]) // islands
-        self.world = world = join(islands, ranks)
+        world = join(islands, ranks)
+        self.world = world
         self.name = NAMES[world.worker]
         self.model = sharded(world)
         self.optimizer: torch.optim.Optimizer = sgd(self.model)

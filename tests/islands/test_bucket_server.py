@@ -34,7 +34,8 @@ try:
 except UserError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-SITE, NONCE = "lab", "0123abcd"
+SITE = "lab"
+NONCE = "0123abcd"
 TIMEOUT = 200
 LOOPBACK = "127.0.0.1", "::1"
 
@@ -406,7 +407,9 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 def test_mistakes_are_one_line_with_a_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    new, used, file = tmp_path / "new", tmp_path / "used", tmp_path / "file"
+    new = tmp_path / "new"
+    used = tmp_path / "used"
+    file = tmp_path / "file"
     used.mkdir()
     (used / "x").touch()
     file.touch()

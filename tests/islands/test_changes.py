@@ -104,7 +104,8 @@ def test_a_run_that_has_ended_goes_on_with_more_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its syncer has ended, too: the change waits for the next one."""
-    store, chosen = tmp_path / "store", config(8, delay=1)
+    store = tmp_path / "store"
+    chosen = config(8, delay=1)
     total = 24 * TOKENS
     one = Trainee(store, "a", chosen, total_tokens=total, begin=1, slots=1)
     with syncer(store, tmp_path / "scratch"), trained(one):
@@ -130,7 +131,8 @@ def test_a_run_that_has_ended_goes_on_with_more_tokens(
 
 def test_a_syncer_does_not_end_before_it_has_read_changes(tmp_path: Path) -> None:
     """The run has ended, and is made longer while no syncer runs."""
-    store, total = tmp_path / "store", 24 * TOKENS
+    store = tmp_path / "store"
+    total = 24 * TOKENS
     one = Trainee(store, "a", config(8, delay=1), total_tokens=total, begin=1, slots=1)
     with syncer(store, tmp_path / "scratch"), trained(one):
         pass

@@ -41,7 +41,8 @@ def test_ten_kills_of_the_syncer_change_no_bit(
     monkeypatch.setattr(rules, "FRESH", 60.0)  # wait for it, however busy the machine is
     chosen = config(8, delay=1)
     expected = processes.run(one_job, 2, chosen, [TOKENS, TOKENS])[0][0]
-    store, scratch = tmp_path / "store", tmp_path / "scratch"
+    store = tmp_path / "store"
+    scratch = tmp_path / "scratch"
     total = 100 * 2 * TOKENS
     pair = [Trainee(store, name, chosen, total_tokens=total, grace=60.0) for name in "ab"]
     versions: Versions = {}
@@ -73,7 +74,8 @@ def test_ten_kills_of_the_syncer_change_no_bit(
 def test_an_island_is_killed_in_its_uploads(tmp_path: Path, deaths: list[int]) -> None:
     """It returns from its checkpoint, also while the syncer is killed. `deaths`: of the syncer."""
     chosen = config(8, delay=1)
-    store, scratch = tmp_path / "store", tmp_path / "scratch"
+    store = tmp_path / "store"
+    scratch = tmp_path / "scratch"
     total = 150 * 2 * TOKENS
     store.mkdir()
     survivor = Trainee(store, "a", chosen, total_tokens=total, step_seconds=0.05)
@@ -139,7 +141,8 @@ def test_all_processes_are_killed_and_go_on(tmp_path: Path) -> None:
 def test_islands_train_on_while_the_store_is_away(tmp_path: Path) -> None:
     """Its folder disappears, as if it was unmounted, and comes back."""
     chosen = config(8, delay=1)
-    store, away = tmp_path / "store", tmp_path / "away"
+    store = tmp_path / "store"
+    away = tmp_path / "away"
     total = 300 * 2 * TOKENS
     pair = [Trainee(store, name, chosen, total_tokens=total, step_seconds=0.03) for name in "ab"]
     is_training = threading.Event()

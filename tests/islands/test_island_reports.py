@@ -96,7 +96,8 @@ def test_the_worst_verdict_about_an_island_is_in_its_note(
 
 
 def test_a_slow_island_is_found_and_recovers() -> None:
-    run, judge = WrittenRun(), Judge()
+    run = WrittenRun()
+    judge = Judge()
     assert judged(run, judge, 12) == []
     slow = notes.NotedVitals(compute=0.3, upload=0.5, download=0.2)
     assert judged(run, judge, 12, b=slow) == ["b: slow compute"]
@@ -104,18 +105,21 @@ def test_a_slow_island_is_found_and_recovers() -> None:
 
 
 def test_a_slow_link_is_found() -> None:
-    run, judge = WrittenRun(), Judge()
+    run = WrittenRun()
+    judge = Judge()
     judged(run, judge, 12)
     slow = notes.NotedVitals(compute=0.1, upload=4.0, download=0.2)
     assert judged(run, judge, 12, b=slow) == ["b: slow sending"]
-    both, judge = WrittenRun(), Judge()
+    both = WrittenRun()
+    judge = Judge()
     judged(both, judge, 12)
     slow = notes.NotedVitals(compute=0.1, upload=0.5, download=4.0)
     assert judged(both, judge, 12, a=slow) == ["a: slow receiving"]
 
 
 def test_busy_cores_are_found() -> None:
-    run, judge = WrittenRun(), Judge()
+    run = WrittenRun()
+    judge = Judge()
     judged(run, judge, 12)
     busy = notes.NotedVitals(compute=0.2, queued=0.15)
     assert judged(run, judge, 12, b=busy) == ["b: busy cores"]
@@ -190,10 +194,12 @@ def test_who_has_a_reason_to_stand_still_does_not_hang(reason: str) -> None:
 
 
 def test_an_island_that_is_late_for_long_is_an_action() -> None:
-    run, actions = WrittenRun(), Actions()
+    run = WrittenRun()
+    actions = Actions()
     assert actions.update(run.state, "a") == []
     run.rounds(3)
-    began = ended = list[Action]()
+    began = list[Action]()
+    ended = began
     for _ in range(14):
         run.train(A)
         run.train(B, sends=False)
@@ -207,7 +213,9 @@ def test_an_island_that_is_late_for_long_is_an_action() -> None:
 
 
 def test_what_the_syncer_and_the_owner_do_are_actions() -> None:
-    run, actions, own = WrittenRun(), Actions(), Actions()
+    run = WrittenRun()
+    actions = Actions()
+    own = Actions()
     run.rounds(1)
     run.state.told[B] = SICK
     run.state.barred = ["c"]
@@ -215,7 +223,8 @@ def test_what_the_syncer_and_the_owner_do_are_actions() -> None:
     assert found == {("b", LEFT_OUT), ("c", EVICTED)}
     assert {one.culprit for one in own.update(run.state, "b")} == {"c"}, "not about itself"
     assert actions.update(run.state, "a") == []
-    run.state.barred, run.state.told = [], {}
+    run.state.barred = []
+    run.state.told = {}
     over = {(one.culprit, one.what, one.over) for one in actions.update(run.state, "a")}
     assert over == {("b", LEFT_OUT, True), ("c", EVICTED, True)}
 
@@ -285,7 +294,9 @@ def test_an_upload_without_progress_is_stuck(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_loss_that_is_not_finite_leaves_the_other_values() -> None:
     gauges = Gauges()
-    gauges.loss, gauges.validated, gauges.site = float("nan"), (5, float("inf")), "oslo"
+    gauges.loss = float("nan")
+    gauges.validated = (5, float("inf"))
+    gauges.site = "oslo"
     gauges.finish_step(10)
     found = gauges.read(Vitals(compute=0.1))
     assert found.process == f"{os.getpid()} on {socket.gethostname()}"[:80]

@@ -194,7 +194,8 @@ def test_what_a_round_waits_for() -> None:
 def test_phases_of_a_run() -> None:
     assert overview(View())["phase"] == "nothing has been written yet"
     founding = founded()
-    founding.fragments, founding.founder = [], "a/0000"
+    founding.fragments = []
+    founding.founder = "a/0000"
     found = overview(View(founding))
     assert found["phase"] == "waits for island a to store the first copies"
     assert found["total_tokens"] == 10_000

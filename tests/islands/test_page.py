@@ -124,8 +124,10 @@ def test_the_history_is_worked_out_when_somebody_asks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After weeks, it takes long, and the process may be the one that decides."""
-    reads, views = list[Reader](), list[Reader]()
-    read, view = Reader.read, Reader.view
+    reads = list[Reader]()
+    views = list[Reader]()
+    read = Reader.read
+    view = Reader.view
 
     def count_read(reader: Reader) -> None:
         reads.append(reader)
@@ -174,7 +176,8 @@ def stop(islands: list[Trainee]) -> None:
 
 def test_the_page_of_a_syncer_that_was_started_again(tmp_path: Path) -> None:
     """With live processes: two islands train, and the syncer is killed."""
-    store, chosen = tmp_path / "store", config(2, delay=1)
+    store = tmp_path / "store"
+    chosen = config(2, delay=1)
     islands = [Trainee(store, name, chosen, total_tokens=10**9, step_seconds=0.02) for name in "ab"]
     for one in islands:
         one.peers.gauges.loss = 2.5

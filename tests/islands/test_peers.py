@@ -308,7 +308,7 @@ def test_wrong_bits_of_a_copy_are_found_when_the_next_one_is_applied(tmp_path: P
     def damage(step: int) -> None:
         if step == 30:
             pair[0].outer.loop.states[0].outer[3] += 1.0
-        news.extend(pair[0].peers.machine.news)
+        news.extend(pair[0].peers.machine.news.lines)
 
     pair[0].on_step = damage
     with syncer(store, tmp_path / "scratch"), trained(*pair):
@@ -322,7 +322,8 @@ def without_syncer(folder: Path, total_tokens: int) -> Trainee:
     store = folder / "store"
     options: dict[str, Any] = {"begin": 1, "slots": 1, "step_seconds": 0.02}
     island = Trainee(store, "a", config(8), total_tokens=total_tokens, **options)
-    is_training, goes_on = threading.Event(), threading.Event()
+    is_training = threading.Event()
+    goes_on = threading.Event()
 
     def wait(step: int) -> None:
         if step == 20:
@@ -382,7 +383,8 @@ def test_a_lost_slot_is_an_error_for_people_and_no_end(
     first = Trainee(store, "a", config(8), **options)
     second = Trainee(store, "b", config(8), **options)
     spare = Trainee(store, "c", config(8), **options)
-    spare_trains, is_cut = threading.Event(), threading.Event()
+    spare_trains = threading.Event()
+    is_cut = threading.Event()
     stops = threading.Event()
 
     def cut(step: int) -> None:

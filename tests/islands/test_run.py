@@ -75,7 +75,8 @@ def test_islands_stop_are_killed_and_go_on(tmp_path: Path, ranks: int) -> None:
         assert not decision.ended
         assert decision.owners() == [], "both have left"
         assert not any(ledger.lost for slot in decision.slots for ledger in slot.ledgers)
-        first, second = start("a"), start("b")
+        first = start("a")
+        second = start("b")
         until = time.monotonic() + PATIENCE
         while steps_of(tmp_path, "b") < 35:
             assert second.poll() is None

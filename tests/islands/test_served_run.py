@@ -96,7 +96,7 @@ def test_an_island_that_may_not_found_a_run_waits_for_one_that_may(tmp_path: Pat
 
         def is_waiting() -> bool:
             link = member.peers._link
-            return link is not None and any("may found" in line for line in link.machine.news)
+            return link is not None and any("may found" in line for line in link.machine.news.lines)
 
         with trained(member):
             wait_until(is_waiting, "the first island to wait for another one")

@@ -102,7 +102,8 @@ def test_a_part_is_fetched_before_its_fragment_is_loaded(
     """A new syncer reads parts that have waited for it while it still loads the fragments."""
     store = tmp_path / "store"
     is_fetched = threading.Event()
-    load, keep_part = FragmentTasks._load, FragmentTasks.keep_part
+    load = FragmentTasks._load
+    keep_part = FragmentTasks.keep_part
 
     def load_late(tasks: FragmentTasks, job: Load) -> None:
         assert is_fetched.wait(PATIENCE)
@@ -170,7 +171,8 @@ def test_a_syncer_takes_the_place_of_one_that_died_with_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, and not when the decisions have stood still for some time."""
-    store, scratch = tmp_path / "store", tmp_path / "scratch"
+    store = tmp_path / "store"
+    scratch = tmp_path / "scratch"
     monkeypatch.setattr("torchtitan_diloco.islands.rules.commit.STANDSTILL", math.inf)
     chosen = config(0, delay=1)
     with open_run(store) as run:

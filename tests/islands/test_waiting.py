@@ -88,7 +88,8 @@ def island(state: Decision | None, *, founds: Founding | None = None) -> Island:
 def test_what_an_island_waits_for_before_it_trains() -> None:
     assert before_start(island(None)).startswith("an island that may begin the run")
     unfounded = founded(())
-    unfounded.fragments, unfounded.founder = [], B
+    unfounded.fragments = []
+    unfounded.founder = B
     assert before_start(island(unfounded)) == "the first copies to be stored, those of island b"
     unfounded.founder = A
     assert before_start(island(unfounded)) == "the first copies to be stored, its own"
@@ -140,7 +141,8 @@ def test_what_a_syncer_waits_for() -> None:
 
     assert awaited(None) == "islands in /shared/run"
     unfounded = founded(())
-    unfounded.fragments, unfounded.founder = [], B
+    unfounded.fragments = []
+    unfounded.founder = B
     assert awaited(unfounded) == "the first copies of island b in /shared/run"
     waits = founded((A,), start_with=3, slots=4)
     waits.begun = False
@@ -191,7 +193,8 @@ def test_a_full_disk_delays_and_loses_nothing(
 ) -> None:
     """Islands train on, and what they have trained is merged once there is room."""
     full = threading.Event()
-    create, replace_ = Folder.create, Folder.replace
+    create = Folder.create
+    replace_ = Folder.replace
 
     def refuse(place: Folder) -> None:
         if full.is_set():
@@ -232,7 +235,8 @@ def test_an_island_at_the_end_says_that_its_store_is_gone(
 ) -> None:
     """It waits, and ends once the store is there again."""
     monkeypatch.setattr(waiting, "LATE_SECONDS", 0.5)
-    store, aside = tmp_path / "store", tmp_path / "aside"
+    store = tmp_path / "store"
+    aside = tmp_path / "aside"
     settings = replace(config(8, delay=1))
     one = Trainee(store, "a", settings, total_tokens=40 * TOKENS, begin=1, slots=1)
 

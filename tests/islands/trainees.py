@@ -16,7 +16,8 @@ from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.islands.peers import IslandPeers
 from torchtitan_diloco.islands.seat import Seat
 
-TOKENS, SAMPLES = 100, 2
+TOKENS = 100
+SAMPLES = 2
 PATIENCE = 240.0
 
 

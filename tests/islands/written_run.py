@@ -42,7 +42,8 @@ class WrittenRun(Desk):
         """Let an island train for a cycle, and send its part unless one waits."""
         slot = self.state.slot_of(incarnation)
         assert slot is not None
-        step = self.steps[incarnation] = self.steps.get(incarnation, 0) + steps
+        step = self.steps.get(incarnation, 0) + steps
+        self.steps[incarnation] = step
         self.trained[incarnation] = self.trained.get(incarnation, 0) + steps
         gauges = NotedGauges(
             vitals=vitals or NotedVitals(compute=0.1),

@@ -57,7 +57,8 @@ def test_a_name_that_nobody_knows_is_said_at_once(
 
 def test_a_first_node_that_starts_later_is_waited_for(port: int) -> None:
     """With a line now and then, and until torchrun's store listens."""
-    said, stores = list[str](), list[Any]()
+    said = list[str]()
+    stores = list[Any]()
 
     def say(line: str) -> None:
         said.append(line)

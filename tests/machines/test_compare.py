@@ -235,7 +235,8 @@ def test_steps_that_vary_and_busy_cores_give_ranges(
     noisy = msgspec.structs.replace(CALM, **changes)
     answer(tmp_path / "noisy.toml", noisy)
     printed = capsys.readouterr().out
-    least, most = min(noisy.block_seconds), max(noisy.block_seconds)
+    least = min(noisy.block_seconds)
+    most = max(noisy.block_seconds)
     speeds = rf"{128 / most:.0f} \.\.\. {128 / least:.0f}"  # a step has 128 tokens
     alone = next(line for line in printed.splitlines() if "here alone" in line)
     assert re.match(rf"\| (\* )?here alone +\| {speeds} +\| .* \| 1.00 x ", alone), alone
@@ -269,7 +270,8 @@ def test_a_price_makes_the_traffic_money(
 def test_settings_that_were_written_before_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written, former = tmp_path / "best.toml", tmp_path / "best.before.toml"
+    written = tmp_path / "best.toml"
+    former = tmp_path / "best.before.toml"
     answer(written, CALM)
     first = written.read_text()
     answer(written, CALM)

@@ -75,7 +75,9 @@ def test_versions_say_if_torch_is_newer_than_those_tested(monkeypatch: pytest.Mo
 
 
 def test_a_corpus(examine: Examine, tmp_path: Path) -> None:
-    text, folder, bytes_ = tmp_path / "text.txt", tmp_path / "shards", build_tokenizer("bytes")
+    text = tmp_path / "text.txt"
+    folder = tmp_path / "shards"
+    bytes_ = build_tokenizer("bytes")
     text.write_text("a line of some words\n" * 9000)
     with redirect_stdout(StringIO()):
         prepare(open_corpus(str(text)), bytes_, folder, validation_fraction=0.2, shard_tokens=9000)

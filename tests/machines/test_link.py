@@ -22,10 +22,8 @@ UPLINK = 2e6
 
 @given(st.floats(0, 1e13), st.floats(0, 10))
 def test_streams_fill_a_link_and_no_more(bits_per_second: float, round_trip: float) -> None:
-    streams, in_flight = (
-        streams_needed(bits_per_second, round_trip),
-        bits_per_second / 8 * round_trip,
-    )
+    streams = streams_needed(bits_per_second, round_trip)
+    in_flight = bits_per_second / 8 * round_trip
     assert 1 <= streams <= MOST_STREAMS
     assert streams == MOST_STREAMS or streams * STREAM_BYTES >= in_flight * (1 - 1e-9)
     assert streams == 1 or (streams - 1) * STREAM_BYTES < in_flight * (1 + 1e-9)

@@ -36,7 +36,8 @@ from torchtitan_diloco.models.generation import generate
 from torchtitan_diloco.models.interface import init_weights
 from torchtitan_diloco.trainer import Trainer
 
-VOCABULARY, END = 50, 0
+VOCABULARY = 50
+END = 0
 MASKED = [replace(variant, document_mask=True) for variant in VARIANTS]
 
 
@@ -91,7 +92,8 @@ def test_documents_of_a_sequence_have_the_losses_and_gradients_that_they_have_al
 def test_a_sequence_of_one_document_is_as_without_a_mask(config: Model) -> None:
     tokens = draw_document(24, seed=1)[None].repeat(2, 1)
     tokens[1] = tokens[1].roll(3).clamp(min=1)  # it ends later
-    masked, plain = build(config), build(replace(config, document_mask=False))
+    masked = build(config)
+    plain = build(replace(config, document_mask=False))
     assert_close(masked(tokens), plain(tokens), rtol=1e-6, atol=1e-6)
 
 

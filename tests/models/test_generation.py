@@ -16,7 +16,9 @@ from torchtitan_diloco.models.decoder import Decoder, resolve_shape
 from torchtitan_diloco.models.generation import draw, generate
 from torchtitan_diloco.models.interface import init_weights
 
-VOCABULARY, ROWS, LENGTH = 50, 64, 12
+VOCABULARY = 50
+ROWS = 64
+LENGTH = 12
 END = 7
 
 
@@ -59,7 +61,8 @@ def test_the_seed_sets_the_tokens_and_padding_is_never_drawn(
 
 
 def test_greedy_takes_the_most_likely_token_until_the_stop(decoder: Decoder) -> None:
-    tokens, found = [3, 4], tokens_from(decoder, [3, 4], 2 * LENGTH, temperature=0)
+    tokens = [3, 4]
+    found = tokens_from(decoder, [3, 4], 2 * LENGTH, temperature=0)
     for token in found:
         logits = decoder(torch.tensor([tokens[-LENGTH:]]))[0, -1]
         assert token == int(logits[:VOCABULARY].argmax())
@@ -72,7 +75,8 @@ def test_greedy_takes_the_most_likely_token_until_the_stop(decoder: Decoder) -> 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_draws_follow_the_models_probabilities(temperature: float) -> None:
-    logits, generator = torch.tensor([1.0, 0.0, 2.0, -1.0]), torch.Generator().manual_seed(0)
+    logits = torch.tensor([1.0, 0.0, 2.0, -1.0])
+    generator = torch.Generator().manual_seed(0)
     drawn = torch.tensor([draw(logits, temperature, generator) for _ in range(1500)])
     found = torch.bincount(drawn, minlength=4) / 1500
     expected = (logits / temperature).softmax(0)
@@ -117,7 +121,8 @@ def test_a_cache_gives_the_same_logits(config: Model, rows: list[list[int]]) -> 
     for place in (-3, -2, -1):
         if place == -1 and len(rows) > 1:
             cache.keep(range(1, len(rows)))
-            texts, expected = texts[1:], expected[1:]
+            texts = texts[1:]
+            expected = expected[1:]
         logits = model(torch.stack([text[place] for text in texts])[:, None], cache=cache)
         assert logits.shape[1] == 1
         wanted = torch.stack([of_row[place] for of_row in expected])

@@ -80,10 +80,12 @@ def test_a_flavor_that_does_not_exist_is_refused() -> None:
 def test_a_decoder_reads_the_past_in_order_and_every_parameter_learns(config: Model) -> None:
     decoder = build(config)
     tokens = torch.arange(32).view(2, 16)
-    future, swapped = tokens.clone(), tokens.clone()
+    future = tokens.clone()
+    swapped = tokens.clone()
     future[:, 9:] += 10
     swapped[:, :2] = tokens[:, :2].flip(1)
-    before, after = decoder(tokens), decoder(future)
+    before = decoder(tokens)
+    after = decoder(future)
     assert before.shape == (2, 16, 50)
     torch.testing.assert_close(before[:, :9], after[:, :9])
     assert not torch.allclose(before[:, 9:], after[:, 9:])

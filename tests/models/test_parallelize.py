@@ -24,7 +24,9 @@ from torchtitan_diloco.models.parallelize import materialize, parallelize
 TINY = Model(layers=3, width=36, heads=3, head_dim=12, feed_forward=50)
 LLAMA = replace(TINY, kv_heads=1, rotary_scaling=2.0, qk_norm=False, tied_head=False)
 MASKED = replace(LLAMA, document_mask=True)
-VOCABULARY, LENGTH, BATCH = 67, 24, 12
+VOCABULARY = 67
+LENGTH = 24
+BATCH = 12
 
 
 class Outcome(NamedTuple):

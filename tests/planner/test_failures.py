@@ -42,7 +42,9 @@ def job_with(every: float, interval: float, save: float, pause: float = 0.0) -> 
 
 def simulated_job(every: float, interval: float, save: float, pause: float) -> float:
     """Return the goodput of one job in 3000 times between failures."""
-    rng, kept, total = random.Random(0), 0.0, 0.0
+    rng = random.Random(0)
+    kept = 0.0
+    total = 0.0
     for _ in range(3000):
         trains = rng.expovariate(1 / every)
         kept += interval * math.floor(trains / (interval + save))
@@ -131,7 +133,8 @@ def test_the_published_downtime_of_c4(
     """
     hours = 18 * 3600.0
     pause = detects + isolates + restarts
-    mtbf, after = 2400 * hours * (1 - pause / 100), hours * (isolates + restarts) / 100
+    mtbf = 2400 * hours * (1 - pause / 100)
+    after = hours * (isolates + restarts) / 100
     fleet = Fleet(2400, mtbf, hours * detects / 100, restart=after, rejoin=0.0)
     job = one_job(fleet, interval=2 * hours * repeats / 100)
     assert 1 - job.goodput == pytest.approx(downtime / 100, abs=0.004)
@@ -147,7 +150,10 @@ def test_the_measured_storm() -> None:
     have started (2.6 s, docs/islands-reference.md), and three were stopped for 8 s. The model
     leaves out the others: faults of links, of the store and of the syncer.
     """
-    stops, seconds, count, start = 6, 1200.0, 4, 2.6
+    stops = 6
+    seconds = 1200.0
+    count = 4
+    start = 2.6
     pause = (8.0 + SILENT + start) / 2
     every = count * seconds / stops - pause
     fleet = Fleet(chips=count, mtbf=every, detect=0.0, restart=pause, rejoin=0.0)
@@ -169,7 +175,8 @@ KNOWN = ["--failures", "--chips", "512", "--mtbf", "3y", "--islands", "4"]
 def test_the_documented_answers_are_what_the_command_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plot, docs = tmp_path / "a new folder" / "failures.svg", documented()
+    plot = tmp_path / "a new folder" / "failures.svg"
+    docs = documented()
     assert main([*KNOWN, "8", "16", "--plot", str(plot)]) == 0
     answer = capsys.readouterr().out
     for row in ("one job", "elastic data parallelism", r"\* 4 islands"):

@@ -58,7 +58,8 @@ def test_rungs_change_one_setting_after_the_other_if_it_is_a_gain(
     total_steps: int, expected: list[str]
 ) -> None:
     sync_every, delay, codec = expected[0].split()
-    wire, overlap = replace(GIVEN.quantization, codec=codec), Overlap(delay=int(delay))
+    wire = replace(GIVEN.quantization, codec=codec)
+    overlap = Overlap(delay=int(delay))
     outer = OuterOptimizer("sgd", lr=1.0) if codec == "topk" else OuterOptimizer()
     given = replace(
         GIVEN,
@@ -89,7 +90,8 @@ def test_the_first_rung_that_reaches_the_target_is_chosen_or_the_best(
 ) -> None:
     tried, best = climb(workload(), where, GIVEN, 0.95)
     assert name(best) == expected
-    text, result = ladder_text(workload(), where, tried, best, 0.95), "first to reach 95 %"
+    text = ladder_text(workload(), where, tried, best, 0.95)
+    result = "first to reach 95 %"
     if reached := [one for one in tried if tried[one].utilization >= 0.95]:
         assert reached == [best] == list(tried)[-1:]
     else:
@@ -103,7 +105,8 @@ def test_the_first_rung_that_reaches_the_target_is_chosen_or_the_best(
 
 
 def config(every: int, codec: str, delay: int = 1) -> DiLoCoConfig:
-    overlap, wire = Overlap(delay=min(delay, every - 1)), Quantization(codec=codec)
+    overlap = Overlap(delay=min(delay, every - 1))
+    wire = Quantization(codec=codec)
     return DiLoCoConfig(sync_every=every, overlap=overlap, quantization=wire)
 
 
@@ -122,7 +125,8 @@ def bits(one: DiLoCoConfig) -> float:
 def test_proposed_settings_fit_and_islands_can_change_to_them(
     every: int, delay: int, codec: str, fragments: int, cycles: float, step: float
 ) -> None:
-    before, transfers = config(every, codec, delay), cycles * every * step
+    before = config(every, codec, delay)
+    transfers = cycles * every * step
     found = settings_that_fit(before, fragments, transfers, step)
     assert found
     settings = Settings(

@@ -116,7 +116,8 @@ def test_the_other_papers_diloco_is_at_most_two_points_of_the_grid_lower(
 
 
 def test_more_bandwidth_fewer_bits_and_overlap_never_cost_utilization() -> None:
-    model, rates = MODELS["1B"], GRID * 1e9
+    model = MODELS["1B"]
+    rates = GRID * 1e9
     for method in PAPER_METHODS:
         reached = utilization(model, method, rates)
         assert ((reached > 0) & (reached <= 1)).all()

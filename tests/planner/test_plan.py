@@ -79,7 +79,8 @@ def test_the_traffic_and_what_halves_it(capsys: pytest.CaptureFixture[str]) -> N
     table = table_of(text, "each of")
     columns = table.pop("each of")
     assert [*table] == ["2 workers of a job", "2 islands in a provider's bucket", "their syncer"]
-    up, cost = columns.index("GB up a run"), columns.index("of a run")
+    up = columns.index("GB up a run")
+    cost = columns.index("of a run")
     of_job, of_islands, syncer = (
         [float(cell.replace(",", "") or "nan") for cell in row] for row in table.values()
     )
@@ -179,7 +180,8 @@ def test_the_plan_is_written_as_a_config(
     text = written.read_text()
     assert 'extends = "1b.toml"' in text
     assert "predicted for 300 Mbit/s" in text
-    loaded, base = flat_settings(load_config(str(written))), flat_settings(load_config("1b"))
+    loaded = flat_settings(load_config(str(written)))
+    base = flat_settings(load_config("1b"))
     changed = {key: value for key, value in loaded.items() if value != base[key]}
     del changed["run.name"]
     assert changed == {"diloco.workers": 4, "diloco.sync_every": 60, "diloco.overlap.delay": 10}
@@ -190,7 +192,8 @@ def test_the_plan_is_written_as_a_config(
 
 
 def test_a_written_config_extends_from_anywhere(tmp_path: Path) -> None:
-    own, variant = tmp_path / "own/1b.toml", tmp_path / "variants/1b.toml"
+    own = tmp_path / "own/1b.toml"
+    variant = tmp_path / "variants/1b.toml"
     for path in (own, variant):
         path.parent.mkdir()
     own.write_text('extends = "35m.toml"\n[training]\nbatch_size = 2\n')

@@ -116,7 +116,8 @@ def test_runs_from_no_exchange_to_the_steady_state() -> None:
 
 def test_the_beginning_is_counted() -> None:
     """20 steps with H = 2 make 10 rounds of a fragment, 80 or 9,980 with H = 10 eight or 998."""
-    plain, first = BLOCKING, Beginning(length=20, sync_every=2)
+    plain = BLOCKING
+    first = Beginning(length=20, sync_every=2)
     found = replace(plain, beginning=first)
     once = 10 * predict([1000], plain, UNLIMITED).sent_bytes_per_step
     short, long = (predict([1000], found, UNLIMITED, steps=steps) for steps in (100, 10_000))
@@ -153,7 +154,8 @@ def _traffic(wire: Quantization) -> list[tuple[float, float]]:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
-    codec, cpu = build_codec(wire), torch.device("cpu")
+    codec = build_codec(wire)
+    cpu = torch.device("cpu")
     exchange = Exchange(group, codec, largest=max(SIZES), device=cpu, timeout_seconds=600)
     header = Header(flags=0, run=1, fragment=0, outer_round=1, step=1, weight=1.0, checksum=0)
     traffic = [exchange.average(torch.ones(values), header)[1] for values in SIZES]
@@ -178,6 +180,7 @@ def test_bytes_are_those_of_a_real_exchange(
 
 
 def test_ranks_share_a_fragment_and_the_link() -> None:
-    wire, link = Quantization(codec="fp4_e3m0"), Conditions(1e8, (1.0, 1.0))
+    wire = Quantization(codec="fp4_e3m0")
+    link = Conditions(1e8, (1.0, 1.0))
     alone, shared = (predict_exchange(3 * 10**6, 3 * 10**6, wire, link, ranks) for ranks in (1, 4))
     assert shared == pytest.approx(alone, rel=0.001)

@@ -31,7 +31,8 @@ def step_records(steps: int, *, seconds: float = 0.5, seed: int = 0) -> list[dic
     rng = random.Random(seed)
     records: list[dict[str, Any]] = []
     for step in range(10, steps + 1, 10):
-        loss, wall = 1.6 + 4 * math.exp(-step / (0.15 * steps)), 10 * seconds
+        loss = 1.6 + 4 * math.exp(-step / (0.15 * steps))
+        wall = 10 * seconds
         exposed = (0.02 + 0.01 * rng.random()) * wall
         records.append(
             {
@@ -121,7 +122,9 @@ def round_records(
 
 def _times(due: float, arrivals: list[float], worker: int) -> dict[str, Any]:
     """Return a worker's times of a round, in which the transfer takes the longest."""
-    heard, asked, others = max(arrivals) + 0.05, due + 1.5, len(arrivals) - 1
+    heard = max(arrivals) + 0.05
+    asked = due + 1.5
+    others = len(arrivals) - 1
     rates = {sender: 2e8 for sender in range(len(arrivals)) if sender != worker}
     if worker == 0 and others:
         rates[others] = 4e7

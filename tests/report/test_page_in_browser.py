@@ -14,7 +14,8 @@ import pytest
 from torchtitan_diloco.report.page import main
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-PHONE, DESKTOP = (390, 844), (1280, 900)
+PHONE = (390, 844)
+DESKTOP = (1280, 900)
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --virtual-time-budget=2000 --dump-dom"
@@ -99,7 +100,8 @@ def measure(folder: Path, size: tuple[int, int]) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def pages(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a page of one run, and one of three runs."""
-    folder, names = tmp_path_factory.mktemp("pages"), ["streaming", "running", "data-parallel"]
+    folder = tmp_path_factory.mktemp("pages")
+    names = ["streaming", "running", "data-parallel"]
     for number, shown in enumerate((names[:1], names)):
         page = str(folder / f"report{number}.html")
         assert main([*(str(runs / name) for name in shown), "--out", page]) == 0

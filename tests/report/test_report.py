@@ -264,7 +264,8 @@ def test_islands_are_workers_in_other_places(tmp_path: Path) -> None:
         settings = f'[diloco]\nworkers = 9\n[islands]\nname = "{name}"\nbegin = 2\n'
         steps = step_records(100, seed=place)
         folders.append(write_run(tmp_path / "all" / name, steps, [rounds], settings))
-    island, both = opened(folders[0]), opened(tmp_path / "all")
+    island = opened(folders[0])
+    both = opened(tmp_path / "all")
     assert (describe(island), describe(both)) == ("1 of 3 islands", "2 of 3 islands")
     expected = 100 * baseline_bytes(sum(FRAGMENTS.values()), 3)
     for run in (island, both):
@@ -297,7 +298,8 @@ def test_islands_of_a_run_have_lanes_on_one_clock(tmp_path: Path) -> None:
     """One is away for a while, and a part of it is merged late. Another run has one of its own."""
     folders = []
     for name in ("oslo", "rome", "other"):
-        steps, (rounds,) = step_records(200), round_records(200, workers=1)
+        steps = step_records(200)
+        (rounds,) = round_records(200, workers=1)
         if name == "rome":
             steps = [one for one in steps if not 60 < one["step"] < 130]
             before, after = (one for one in rounds[:6] if one.fragment == rounds[2].fragment)
@@ -374,14 +376,16 @@ def test_a_stop_ends_verdicts_and_begins_a_new_timeline(tmp_path: Path) -> None:
 def test_records_that_are_damaged_hostile_or_not_finite(tmp_path: Path) -> None:
     """One worker came for the last rounds, and one was left out of some."""
     hostile = '</pre><script>alert("1")</script>'
-    rounds, steps = round_records(150, workers=3), step_records(150)
+    rounds = round_records(150, workers=3)
+    steps = step_records(150)
     del rounds[2][:-3]
     for record in (*rounds[0], *rounds[1]):
         record.fragment_name = hostile
     for record in rounds[1][:2]:
         record.left_out = ["outlier"]
     for step, value in zip(steps, ("nan", "inf", None, "-inf"), strict=False):
-        step[LOSS] = step["sync/mbit_per_second"] = value
+        step[LOSS] = value
+        step["sync/mbit_per_second"] = value
     steps[-2]["worker/data_seconds"] = "nan"
     settings = f"[run]\ndescription = {json.dumps(hostile)}\n"
     folder = write_run(tmp_path / "<b>run|*", steps, rounds, settings)
@@ -437,7 +441,8 @@ def test_a_page_is_made_without_torch(runs: Path, tmp_path: Path) -> None:
         "import sys; from torchtitan_diloco.report.page import main; "
         "main(sys.argv[1:]); assert 'torch' not in sys.modules"
     )
-    folder, out = next(path for path in runs.iterdir() if path.is_dir()), tmp_path / "page.html"
+    folder = next(path for path in runs.iterdir() if path.is_dir())
+    out = tmp_path / "page.html"
     subprocess.run([sys.executable, "-c", program, folder, "--out", out], check=True)
     assert out.exists()
 

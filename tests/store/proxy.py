@@ -20,7 +20,8 @@ class Proxy:
         self._silent = set[socket.socket]()
         self.silences = 0
         self._cuts: list[int] = []
-        self.passed, self.cuts = 0, 0
+        self.passed = 0
+        self.cuts = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut_after(self, *sizes: int) -> None:

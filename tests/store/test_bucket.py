@@ -82,7 +82,8 @@ class Answers:
 
     def expect(self, status: int, code: str, error: type[Exception], says: str = ".") -> None:
         """Check what each verb raises."""
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
         for verb, call in (
             ("create", lambda: self.bucket.create("a", seal(b"1"), large=False, durable=True)),
             ("replace", lambda: self.bucket.replace("a", seal(b"1"), large=False, durable=True)),
@@ -109,7 +110,9 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
             self.end_headers()
             self.wfile.write(text.encode())
 
-        do_GET = do_PUT = do_DELETE = reply
+        do_GET = reply
+        do_PUT = reply
+        do_DELETE = reply
 
         def log_message(self, *_: object) -> None:
             pass
@@ -167,7 +170,8 @@ def test_another_region_is_named(answers: Answers) -> None:
 def test_a_clock_may_be_wrong_for_some_time(answers: Answers) -> None:
     """A machine that was paused sets its clock again. One that starts so may never do it."""
     answers.expect(403, "RequestTimeTooSkewed", RefusedError, "s3://run/x: .* set the clock")
-    answers.status, answers.code = 404, "NoSuchKey"
+    answers.status = 404
+    answers.code = "NoSuchKey"
     assert answers.bucket.get("a", large=False) is None
     answers.expect(403, "RequestTimeTooSkewed", PassingError, "set the clock")
 

@@ -170,7 +170,8 @@ def test_of_several_processes_one_creates(place: Place, store: Store) -> None:
 
 
 def test_a_list_has_all_that_was_there_before(place: Place, store: Store) -> None:
-    created, count = list[str](), 60 if place.kind == "folder" else 25
+    created = list[str]()
+    count = 60 if place.kind == "folder" else 25
 
     def create() -> None:
         for number in range(count):
@@ -299,7 +300,8 @@ def fetch(large: LargeObjects, name: str, most: int) -> bytes | None:
 
 @pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 3500])
 def test_a_content_of_any_size(place: Place, store: Store, large: LargeObjects, size: int) -> None:
-    name, content = f"{place.own}a", bytes(number % 251 for number in range(size))
+    name = f"{place.own}a"
+    content = bytes(number % 251 for number in range(size))
     assert large.get(name, size) is None
     assert large.create(name, memoryview(content))
     assert large.create(name, content)
@@ -314,7 +316,8 @@ def test_a_content_of_any_size(place: Place, store: Store, large: LargeObjects, 
 
 @pytest.mark.parametrize("size", [0, 1, 999, 1000, 3500])
 def test_a_content_into_memory_that_is_there(place: Place, large: LargeObjects, size: int) -> None:
-    name, content = f"{place.own}a", bytes(number % 251 for number in range(size))
+    name = f"{place.own}a"
+    content = bytes(number % 251 for number in range(size))
     room = bytearray(b"x" * 4000)
     assert large.get(name, into=memoryview(room)) is None
     large.create(name, content)
@@ -331,7 +334,8 @@ def test_a_content_into_memory_that_is_there(place: Place, large: LargeObjects, 
 
 
 def test_damage_of_a_chunk_is_named(place: Place, store: Store, large: LargeObjects) -> None:
-    name, content = f"{place.own}a", bytes(3500)
+    name = f"{place.own}a"
+    content = bytes(3500)
     large.create(name, content)
     third = store.list(f"{name}.")[2].name
     raw = place.read_raw(third)
@@ -401,7 +405,9 @@ def test_a_cut_does_not_end_a_transfer(
         pytest.skip("a folder has no connections")
     caplog.set_level(logging.INFO, "torchtitan_diloco")
     proxy = Proxy(place.port)
-    store, content, name = through(place, proxy, monkeypatch).open(), payload(64), f"{place.own}a"
+    store = through(place, proxy, monkeypatch).open()
+    content = payload(64)
+    name = f"{place.own}a"
     with LargeObjects(store, 4) as large:
         proxy.cut_after(20_000_000, 20_000_000)
         assert large.create(name, content)
@@ -415,8 +421,10 @@ def test_a_cut_does_not_end_a_transfer(
 
 
 def test_a_transfer_is_resumed(place: Place, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, content = f"{place.own}a", bytes(number % 251 for number in range(9500))
-    sent, create = list[str](), Store.create
+    name = f"{place.own}a"
+    content = bytes(number % 251 for number in range(9500))
+    sent = list[str]()
+    create = Store.create
 
     def break_off(self: Store, name: str, *rest: bytes, durable: bool) -> bool:
         if len(sent) == 4:
@@ -475,7 +483,8 @@ def test_nothing_is_listed_without_a_reason(
 
 def test_a_killed_upload_is_resumed(place: Place, store: Store) -> None:
     """Kill a process in the middle of its upload: there is no object, and another one goes on."""
-    name, content = f"{place.own}a", payload(24)
+    name = f"{place.own}a"
+    content = payload(24)
     writer = start_writer(place, "upload", name, "24")
     assert writer.stdin is not None
     assert writer.stdout is not None

@@ -28,7 +28,8 @@ from torchtitan_diloco.store import folder as module
 from torchtitan_diloco.store.folder import Folder
 from torchtitan_diloco.store.store import seal
 
-OLD, NEW = b"old content" * 100, b"new content" * 200
+OLD = b"old content" * 100
+NEW = b"new content" * 200
 
 
 def _kill_before_call(number: int) -> None:
@@ -98,7 +99,8 @@ def test_a_writer_that_is_killed_leaves_all_or_nothing(
 
 
 def test_temporary_files_are_kept_for_their_writer(tmp_path: Path) -> None:
-    young, other = tmp_path / ".a.1234.tmp", tmp_path / ".serve"
+    young = tmp_path / ".a.1234.tmp"
+    other = tmp_path / ".serve"
     for path in (young, other):
         path.write_text("")
     os.utime(other, (0, 0))
@@ -244,7 +246,8 @@ def test_no_rights(tmp_path: Path) -> None:
 
 def test_another_folder_in_its_place(tmp_path: Path) -> None:
     """A file system that was mounted is gone: nothing is stored below its empty folder."""
-    path, aside = tmp_path / "run", tmp_path / "aside"
+    path = tmp_path / "run"
+    aside = tmp_path / "aside"
     store = open_store(path, patience=0.2)
     store.create("a", b"1")
     path.rename(aside)
@@ -270,7 +273,8 @@ def test_another_folder_in_its_place(tmp_path: Path) -> None:
 def test_the_same_folder_with_another_number(tmp_path: Path) -> None:
     """Such as one on a server, which was mounted again: calls go on."""
     path = tmp_path / "run"
-    store, other = open_store(path, patience=0.2), open_store(path, patience=0.2, writes=None)
+    store = open_store(path, patience=0.2)
+    other = open_store(path, patience=0.2, writes=None)
     store.create("a", b"1")
     path.rename(tmp_path / "aside")
     shutil.copytree(tmp_path / "aside", path)
@@ -366,7 +370,8 @@ def test_empty_folders_do_not_pile_up(tmp_path: Path) -> None:
 
 def test_folders_that_appear_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a power cut, what was created is there: each name that leads to it was flushed."""
-    store, flushed = Store(Folder(tmp_path)), list[str]()
+    store = Store(Folder(tmp_path))
+    flushed = list[str]()
     flush = module._flush_folder
 
     def note_and_flush(path: Path) -> None:

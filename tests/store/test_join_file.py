@@ -181,7 +181,8 @@ class Nothing(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    do_PUT = do_DELETE = do_GET
+    do_PUT = do_GET
+    do_DELETE = do_GET
 
     def log_message(self, *_: object) -> None: ...
 

@@ -152,7 +152,8 @@ class Mirror:
         self._under_way: dict[Path, Future[None]] = {}
         self._begun: Path | None = None
         self._offered: Path | None = None
-        self._skipped = self._failed = 0
+        self._skipped = 0
+        self._failed = 0
         self._problem = ""
         self._is_said = False
         self._is_claimed = False

@@ -68,7 +68,8 @@ def _adamw_of(parameters: Iterable[nn.Parameter], config: Optimizer, total_steps
         fused=True,
     )
     # Its kernels divide by one, and do nothing if the other is 1: see `clipped_step`.
-    optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = None  # type: ignore[attr-defined]
     return optimizer
 
 

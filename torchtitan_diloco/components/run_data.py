@@ -57,7 +57,8 @@ class RunData:
         """`saved`: position in the checkpoint that the run starts from."""
         self._config = config
         self._world = world
-        data = self._data = config.data
+        data = config.data
+        self._data = data
         self._length = config.training.sequence_length
         worker = config.worker_name(world.worker)
         self.corpora = open_corpora(data, tokenizer, worker)
@@ -335,7 +336,8 @@ class RunData:
         `share`: completed share of the run.
         """
         before = self.recorded
-        segment = self.recorded = self.loader.segment
+        segment = self.loader.segment
+        self.recorded = segment
         if segment == before or len(self.corpora) == 1:
             return None
         turns = turns_of(segment.weights)

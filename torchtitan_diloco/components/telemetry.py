@@ -169,7 +169,8 @@ class Telemetry:
         self.files.close()
 
     def _start_clock(self) -> None:
-        self._interval_started = self._started = time.perf_counter()
+        self._interval_started = time.perf_counter()
+        self._started = self._interval_started
         self._clock = time.time() - self._started
 
     def saved_state(self) -> SavedTelemetry:

@@ -364,7 +364,8 @@ def from_command_line(words: list[str], *, location: str = "") -> Config:
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):
-            values = words_of[key] = [value] if equals else []
+            values = [value] if equals else []
+            words_of[key] = values
         elif values is None:
             raise ConfigError([f"{COMMAND_LINE}: {word}: give settings as --section.key VALUE"])
         else:

@@ -135,7 +135,8 @@ class TrainLoader:
         pin_memory: bool = False,
     ) -> None:
         """Start at position `start`. With a stream, `rank`, `ranks` and `start` refer to it."""
-        stream = self._stream = stream or Stream(0, 1, block=1)
+        stream = stream or Stream(0, 1, block=1)
+        self._stream = stream
         readers = list[SequenceReader]()
         for name, tokens in corpora.items():
             part = 0

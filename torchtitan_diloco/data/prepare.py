@@ -120,7 +120,8 @@ class _Writing:
             for split in SPLITS
         }
         self._position = Position() if index.position is msgspec.UNSET else index.position
-        self._recorded = self._first_tokens = self._tokens
+        self._recorded = self._tokens
+        self._first_tokens = self._recorded
 
     @property
     def _tokens(self) -> int:

@@ -249,7 +249,9 @@ class ShardWriter:
         self._done = index.splits[split]
         self._dtype = token_type(index.settings["vocab_size"])
         self._file: BinaryIO | None = None
-        self._tokens = self._documents = self._checksum = 0
+        self._tokens = 0
+        self._documents = 0
+        self._checksum = 0
         self.last_piece = self._done.shards[-1].last_piece if self._done.shards else -1
         """Number of the last piece that is written."""
         for shard in self._done.shards:

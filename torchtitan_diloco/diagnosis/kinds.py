@@ -118,9 +118,17 @@ class Verdict:
     def __str__(self) -> str:
         kind, culprit = self.cause
         words = WORDS[kind]
-        subject, pronoun, has, is_, was = culprit, "it", "has", "is", "was"
+        subject = culprit
+        pronoun = "it"
+        has = "has"
+        is_ = "is"
+        was = "was"
         if culprit == ALL:
-            subject, pronoun, has, is_, was = "all workers", "they", "have", "are", "were"
+            subject = "all workers"
+            pronoun = "they"
+            has = "have"
+            is_ = "are"
+            was = "were"
         elif kind is Kind.LINK:
             subject = f"the link {culprit}"
         if self.over:

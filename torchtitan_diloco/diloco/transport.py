@@ -259,7 +259,8 @@ class Transport:
             except TransferError as error:
                 raise WorkerLostError([worker], cause_of(error)) from error
             if number == 0:
-                first = arrivals.latest[worker] = time.perf_counter()
+                first = time.perf_counter()
+                arrivals.latest[worker] = first
                 arrivals.pending[worker] = False
         arrivals.pending.pop(worker, None)
         return first

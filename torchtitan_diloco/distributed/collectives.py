@@ -304,7 +304,8 @@ class StopRequest:
             self.ask(step, numbers)
         # All ranks have asked the same questions, and read each answer after the same step. As the
         # lag follows from the answers, it is the same on all ranks, too.
-        stops = saves = 0.0
+        stops = 0.0
+        saves = 0.0
         while self._questions and step >= self._questions[0].due:
             started = time.perf_counter()
             asked = self._answer(self._questions.popleft())

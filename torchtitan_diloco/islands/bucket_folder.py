@@ -41,11 +41,13 @@ SYNCER = "syncer"
 """Logins of every folder: the owner's may do everything, the syncer's may write all objects."""
 RESERVED = (OWNER, SYNCER, "anonymous", "admin")
 """Logins that no site can have. For SeaweedFS, `anonymous` is everybody without a login."""
-DEFAULT_HOST, DEFAULT_PORT = "0.0.0.0", 8333
+DEFAULT_HOST = "0.0.0.0"
+DEFAULT_PORT = 8333
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses on which a server is reached from this machine if it listens on all of them."""
 HOST_PATTERN = r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+"
-AUTHORITY_DAYS, CERTIFICATE_DAYS = 36500, 7300
+AUTHORITY_DAYS = 36500
+CERTIFICATE_DAYS = 7300
 BEFORE = datetime.timedelta(days=30)
 """Time before now from which certificates are valid, for a machine whose clock is slow."""
 SiteChange = Literal["add", "renew", "revoke"]

@@ -139,7 +139,8 @@ class BucketServer:
 
     def _wait_until_ready(self) -> int | None:
         """Wait until SeaweedFS has stored an object. If it has ended instead, return its code."""
-        began = said = time.monotonic()
+        began = time.monotonic()
+        said = began
         assert self.seaweed.process is not None
         while (code := self.seaweed.process.poll()) is None:
             self._check_signals()

@@ -31,7 +31,8 @@ ONLY_OWNER = (
     "only the owner of the run may change it, or ask islands to leave; use the owner's join file, "
     "or stop an island with Ctrl-C or SIGTERM where it runs: it sends its work and leaves"
 )
-CHANGE_SECONDS, LEAVE_SECONDS = 30.0, 60.0
+CHANGE_SECONDS = 30.0
+LEAVE_SECONDS = 60.0
 LOOK_SECONDS = 0.1
 Say = Callable[[str], object]
 say = partial(print, flush=True)

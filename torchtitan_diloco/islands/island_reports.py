@@ -15,7 +15,9 @@ from torchtitan_diloco.islands.seen import code_of, is_moving, is_silent, report
 IN_A_ROW = 8
 """Number of versions of all fragments without rounds that wait for an island, after which this is
 an action."""
-NOT_WAITED_FOR, LEFT_OUT, EVICTED = "not waited for", "left out", "evicted"
+NOT_WAITED_FOR = "not waited for"
+LEFT_OUT = "left out"
+EVICTED = "evicted"
 EVIDENCE = {
     NOT_WAITED_FOR: (
         f"rounds have closed without it for {IN_A_ROW} versions; its late parts still count"
@@ -45,7 +47,8 @@ class IslandReports(Reports):
 
     def latest(self) -> Mapping[str, Report]:
         """Return what the syncer has seen of each island, and what this one knows of itself."""
-        link, decision = self.link, self._decision()
+        link = self.link
+        decision = self._decision()
         if link is None or decision is None or link.machine.slot is None:
             return {}
         reports = reports_of(decision)

@@ -120,10 +120,12 @@ class Layout:
         """
         total = torch.zeros((), dtype=torch.int64, device=values.device)
         for span in self.mine:
-            words, place = values[span.local :][: span.size].view(torch.int32), span.whole
+            words = values[span.local :][: span.size].view(torch.int32)
+            place = span.whole
             head = -place % ROW  # the rest of a row that another rank begins
             for block in (words[:head], *words[head:].split(BLOCK)):
-                sums, row = _row_sums(block, place % ROW), 2 * (place // ROW) + 1
+                sums = _row_sums(block, place % ROW)
+                row = 2 * (place // ROW) + 1
                 weights = torch.arange(row, row + 2 * len(sums), 2, device=values.device)
                 total += weights.mul_(sums).sum()
                 place += block.numel()

@@ -63,7 +63,6 @@ LEAST_POLL, SHARE_OF_WAIT = 0.005, 1 / 16
 and at least these seconds, if that is less than `poll_seconds` and the store is no cloud."""
 LOOK = 0.1
 """Longest single wait of training, because a thread may have failed in the meantime."""
-LINES = 8
 Result = TypeVar("Result")
 
 
@@ -106,7 +105,6 @@ class Link:
         self._uploads = SimpleQueue[tuple[Part, Tensor | None]]()
         self._closed = threading.Event()
         self._failure: BaseException | None = None
-        self._said = 0
         self._is_founding_stored = False
         self._are_copies_stored = False
         bodies = (self._read, self._write_notes, self._download, self._upload)
@@ -268,10 +266,7 @@ class Link:
     # --- own threads ------------------------------------------------------------------------------
 
     def _say_news(self) -> None:
-        news = self.machine.news[self._said :]
-        del self.machine.news[:-LINES]  # the rules repeat none of the last ones
-        self._said = len(self.machine.news)
-        for line in news:
+        for line in self.machine.news.take():
             logger.info(f"island {self.machine.incarnation.partition('/')[0]}: {line}")
 
     def _read(self) -> None:

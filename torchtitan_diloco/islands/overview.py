@@ -138,7 +138,8 @@ def _phase(view: View) -> str:
     if not decision.is_founded:
         return f"waits for island {name_of(decision.founder)} to store the first copies"
     if not decision.begun:
-        there, needed = len(decision.owners()), decision.settings.start_with
+        there = len(decision.owners())
+        needed = decision.settings.start_with
         return f"waits for islands: {there} of {needed} are there"
     if all(seen is None or is_silent(seen) for seen in decision.seen):
         return "no island is connected"
@@ -156,7 +157,8 @@ class _Moment:
 
     def owner(self, number: int) -> dict[str, Any]:
         """Return the numbers of the owner of a slot."""
-        slot, seen = self.decision.slots[number], self._seen(number)
+        slot = self.decision.slots[number]
+        seen = self._seen(number)
         assert slot.owner is not None
         doing, since = self._doing(slot.owner, seen)
         row = self._row(slot.owner, number, doing, since)
@@ -172,7 +174,8 @@ class _Moment:
 
     def joiner(self, incarnation: str) -> dict[str, Any]:
         """Return the numbers of an island without a slot."""
-        told, note = self.decision.told.get(incarnation, ""), self.view.notes[incarnation]
+        told = self.decision.told.get(incarnation, "")
+        note = self.view.notes[incarnation]
         doing = REFUSED[told] if told in ENDS else "joins"
         if self.decision.ended:
             doing = "done"
@@ -287,7 +290,8 @@ class _Moment:
 
     def slot(self, number: int) -> dict[str, Any]:
         """Count the samples of a slot by their fate, averaged over the fragments."""
-        decision, slot = self.decision, self.decision.slots[number]
+        decision = self.decision
+        slot = self.decision.slots[number]
         counts = Counter(merged=0, lost=0, waiting=0)
         behind = 0
         for fragment, ledger in enumerate(slot.ledgers):
@@ -340,7 +344,8 @@ class _Moment:
     def _quiet_seconds(self, islands: list[dict[str, Any]]) -> float | None:
         """Return for how many seconds nothing was merged although islands train, or None if a new
         version is not late."""
-        decision, past = self.decision, self.view.past
+        decision = self.decision
+        past = self.view.past
         trains = {row["island"] for row in islands if row["doing"] == "trains"}
         if not trains:
             return None

@@ -43,7 +43,10 @@ class OwnRounds:
         round_ = self._sent.pop(apply.fragment, None) if apply.mode is Mode.MIX else None
         if round_ is None:
             round_ = Round(apply.fragment, apply.version, step)
-            round_.due = round_.taken = round_.begun = round_.ready = now
+            round_.due = now
+            round_.taken = now
+            round_.begun = now
+            round_.ready = now
         round_.outer_round = apply.version
         round_.asked = now - waited
         round_.fetched = now

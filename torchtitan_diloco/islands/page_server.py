@@ -203,7 +203,8 @@ class PageServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
     timeout = 10
-    server_version, sys_version = "islands", ""
+    server_version = "islands"
+    sys_version = ""
 
     def do_GET(self) -> None:
         headers = self.headers

@@ -35,19 +35,9 @@ from torchtitan_diloco.diloco.reports import STILL_SECONDS
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.state_dict import SHARED, FragmentFacts, OuterFacts, SavedState
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.islands.config import (
-    Islands,
-    checked_count,
-    login_in,
-    own_loop_settings,
-)
+from torchtitan_diloco.islands.config import Islands, checked_count, login_in, own_loop_settings
 from torchtitan_diloco.islands.followers import SharedCopies, collect_part
-from torchtitan_diloco.islands.founding import (
-    Contribution,
-    JobCheckpoint,
-    read_saved,
-    write_saved,
-)
+from torchtitan_diloco.islands.founding import Contribution, JobCheckpoint, read_saved, write_saved
 from torchtitan_diloco.islands.gauges import STEP_TIMES, Gauges
 from torchtitan_diloco.islands.instructions import Instructions, share
 from torchtitan_diloco.islands.island_reports import IslandReports
@@ -125,7 +115,7 @@ class IslandPeers(Peers):
         check_class(islands, "islands", Islands)
         self.islands = islands
         self.total_tokens = checked_count("total_tokens", total_tokens, MOST_TOKENS)
-        self._brings = Contribution(
+        self._contribution = Contribution(
             islands,
             total_tokens=self.total_tokens,
             tokens_per_step=checked_count("tokens_per_step", tokens_per_step),
@@ -135,7 +125,7 @@ class IslandPeers(Peers):
             phases=tuple(phases),
             job=job,
         )
-        self._given = ranks
+        self._rank_group = ranks
         self._liveness = liveness or Liveness(None)
         self.gauges = Gauges()
         self._link: Link | None = None
@@ -158,20 +148,22 @@ class IslandPeers(Peers):
     def start(
         self, model: nn.Module, config: DiLoCoConfig, optimizer: torch.optim.Optimizer | None = None
     ) -> Loop:
-        """Islands compare their settings when they join."""
+        """Build the buffers. Islands compare their settings when they join."""
         if hasattr(self, "_loop"):
             raise RuntimeError("these peers already belong to an outer loop: create new ones")
         self.islands, config = own_loop_settings(self.islands, config)
         self.reports.islands = self.islands
         self.reports.in_flight = self._rounds.in_flight
-        check_shards(model, self._given, "ranks to IslandPeers")
+        check_shards(model, self._rank_group, "ranks to IslandPeers")
         drop_gathered(model)
         fragments = build_fragments(model, config.fragments)
         states = build_states(fragments, config, has_optimizer=False)
         self._loop = Loop(model, config, fragments, states, optimizer)
-        self._ranks = Ranks(self._given)
-        size, rank = self._ranks.size, self._ranks.rank
-        self._layouts = [Layout(shapes_of(one), size, rank) for one in fragments]
+        self._ranks = Ranks(self._rank_group)
+        self._layouts = [
+            Layout(shapes_of(fragment), self._ranks.size, self._ranks.rank)
+            for fragment in fragments
+        ]
         self._copies = SharedCopies(states, self._layouts, self._ranks)
         self._versions = [0] * len(states)
         self._finalizer = weakref.finalize(self, end_thread, self._loop.background, self._liveness)
@@ -217,9 +209,9 @@ class IslandPeers(Peers):
     def _open(self, checksums: Sequence[str]) -> Link:
         """Open the store, and build the machine of this island. `checksums`: of the copies P."""
         store = self._waiting.open(self.islands.join, writes=f"part/{self.islands.name}/")
-        self._brings.islands = self.islands
+        self._contribution.islands = self.islands
         try:
-            machine = self._brings.machine(
+            machine = self._contribution.machine(
                 self._loop.config, store.kind, self._loop.fragments, self._layouts, checksums
             )
         except BaseException:
@@ -281,13 +273,13 @@ class IslandPeers(Peers):
     # --- training thread --------------------------------------------------------------------------
 
     def due(self, weight: float, reset: Collection[int]) -> None:
-        """When the run should have all its tokens, wait until they are merged, or continue to train
-        if some are missing."""
+        """Do what is due after a step. When the run should have all its tokens, wait until they are
+        merged, or continue to train if some are missing."""
         if not self._is_open:
             raise RuntimeError(
                 "call join() before the first step, and do not call step() after close()"
             )
-        most = self._brings.tokens_per_step
+        most = self._contribution.tokens_per_step
         if not 0 <= weight <= most or weight != int(weight):
             raise UserError(
                 f"the weight of a step is {weight}: give the number of its tokens, at most "
@@ -301,7 +293,7 @@ class IslandPeers(Peers):
             self.reports.flags = NOT_FINITE
         if self._link is not None:
             usual = statistics.median(self._durations or [0.0])
-            self._link.finish_step(self._brings.samples_per_step, int(weight), usual, reset)
+            self._link.finish_step(self._contribution.samples_per_step, int(weight), usual, reset)
             self.gauges.finish_step(self.machine.tokens)
         began = time.monotonic()
         is_over = False
@@ -342,7 +334,7 @@ class IslandPeers(Peers):
                 self._link.check()
             if self._followed is not None and self._followed.done():
                 self._followed.result()
-            for encoded in [one for one in self._encoded if one.done()]:
+            for encoded in [encoding for encoding in self._encoded if encoding.done()]:
                 self._encoded.remove(encoded)
                 encoded.result()
 
@@ -381,12 +373,12 @@ class IslandPeers(Peers):
     def _next_instructions(self) -> Instructions:
         """Return what all ranks do next, which the first one decides."""
         with self._naming_lost_ranks():
-            mine = None if self._link is None else self._link.decide()
-            if self._link is not None and mine is not None:
-                for _ in range(len(mine.entered), mine.due.phases):
+            decided = None if self._link is None else self._link.decide()
+            if self._link is not None and decided is not None:
+                for _ in range(len(decided.entered), decided.due.phases):
                     self._link.enter_phase(self.machine.position)
-                mine.entered = list(self.machine.entered)
-            self._last = share(mine, Instructions, self._ranks.decisions)
+                decided.entered = list(self.machine.entered)
+            self._last = share(decided, Instructions, self._ranks.decisions)
         if self._last.settings is not None:
             self._use(self._last.settings)
         self.reports.progress = min(1.0, self.clock / self.total_tokens)
@@ -454,10 +446,10 @@ class IslandPeers(Peers):
         state = self._loop.states[part.fragment]
         payload = None
         with state.background():
-            of_shard = state.finish_delta()
-            round_.numbers["round/delta_norm"] = math.sqrt(of_shard)
-            square = sum_over_ranks(of_shard, self._ranks.uploads, 0)
-            if math.isfinite(square):
+            squared_norm_of_rank = state.finish_delta()
+            round_.numbers["round/delta_norm"] = math.sqrt(squared_norm_of_rank)
+            squared_norm = sum_over_ranks(squared_norm_of_rank, self._ranks.uploads, 0)
+            if math.isfinite(squared_norm):
                 block_size = self._loop.config.quantization.block_size
                 header = Header(part.codec, block_size, part.ranks)
                 layout = self._layouts[part.fragment]
@@ -482,8 +474,9 @@ class IslandPeers(Peers):
             facts.island = write_saved(self._link.read(Island.save))
         facts.fragments = [FragmentFacts(optimizer_steps=version) for version in self._versions]
         state = SavedState(facts, {})
-        for one in self._loop.states:
-            state.tensors |= saving.named(SHARED, one, one.outer.to("cpu", copy=True), mesh)
+        for outer_state in self._loop.states:
+            outer = outer_state.outer.to("cpu", copy=True)
+            state.tensors |= saving.named(SHARED, outer_state, outer, mesh)
         return state
 
     def load(self, saved: SavedState) -> list[str]:
@@ -494,7 +487,7 @@ class IslandPeers(Peers):
         mixing = loop.config.overlap.mixing_at(saved.facts.progress)
         saving.apply_early(loop.states, saved, mixing)
         lines = saving.load(loop.states, saved, loop.config, mixing).notes
-        self._brings.saved = read_saved(saved.facts.island)
-        if self._brings.saved is None:
-            self._brings.job = self._brings.job or JobCheckpoint()
+        self._contribution.saved = read_saved(saved.facts.island)
+        if self._contribution.saved is None:
+            self._contribution.job = self._contribution.job or JobCheckpoint()
         return lines

@@ -31,7 +31,8 @@ from torchtitan_diloco.islands.tables import render
 from torchtitan_diloco.store import AwayError, DamagedObjectError, ListedObject, Store, open_store
 from torchtitan_diloco.store.folder import is_store
 
-REFRESH_SECONDS, LONGEST_PAUSE = 1.0, 0.1
+REFRESH_SECONDS = 1.0
+LONGEST_PAUSE = 0.1
 LISTEN_SECONDS = STALE_SECONDS + 0.5
 """Seconds to wait for a new decision, unless the newest one has an age below `STALE_SECONDS`.
 Without one, it is too old then, also if it seems to come from the future. A clock of this machine

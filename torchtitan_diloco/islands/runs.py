@@ -101,7 +101,8 @@ class Run:
 
     def say_full(self, error: FullError) -> None:
         """Note that nothing can be stored. Log it now and then."""
-        now = self._full_at = time.monotonic()
+        now = time.monotonic()
+        self._full_at = now
         if now - self._said_at >= FULL_SECONDS:
             self._said_at = now
             logger.warning(f"{error}: until then, islands train on, and nothing is merged")

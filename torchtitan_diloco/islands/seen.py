@@ -11,7 +11,8 @@ from torchtitan_diloco.islands.rules import presence
 from torchtitan_diloco.islands.rules.decision import IS_IDLE, Decision, Fate, Seen, Slot
 from torchtitan_diloco.islands.rules.names import name_of
 
-WRONG, EVERYBODY = "wrong numbers", "everybody slow"
+WRONG = "wrong numbers"
+EVERYBODY = "everybody slow"
 KINDS = (
     STOPPED,
     HUNG,

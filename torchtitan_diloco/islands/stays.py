@@ -30,7 +30,8 @@ class Stay:
 
     def see(self, at: float) -> None:
         """Record a sign of life. Call this in the order of time."""
-        gap, last = at - self.spans[-1][1], self.spans[-1]
+        gap = at - self.spans[-1][1]
+        last = self.spans[-1]
         if gap > max(LEAST_GAP, GAP_FACTOR * self._usual):
             self.spans.append([at, at])
             return
@@ -67,7 +68,8 @@ def lanes_of(stays: Iterable[Stay], end: float = 0.0) -> Lanes:
     spans = [span for own in by_name.values() for stay in own for span in stay.spans]
     begin = min((start for start, _ in spans), default=end)
     end = max([end, *(last for _, last in spans)])  # clocks of machines differ
-    share, rows = 100 / ((end - begin) or 1.0), []
+    share = 100 / ((end - begin) or 1.0)
+    rows = []
     for name, own in by_name.items():
         bars = [
             (share * (a - begin), share * (b - a), f"{time_text(a)} to {time_text(b)} {stay.ended}")

@@ -92,8 +92,6 @@ STOP_SECONDS = 15.0
 """Time after `stop` for publishing what is being merged. The store may be gone for good."""
 IN_LOG = "the syncer"
 """Name of this process in lines about what it waits for."""
-LINES = 8
-"""Number of lines of the machine to keep."""
 TRANSFERS = 8
 """Number of parts and objects that are fetched or uploaded at a time."""
 
@@ -216,7 +214,6 @@ class Term:
             run, self._fragments, self._deliver, self._sleep, self._supersede
         )
         self._heard = Heard(run, self._ask, self._deliver)
-        self._said = 0
         """Number of lines of the machine that were said."""
         self._waiting = Waiting(IN_LOG)
         self._waits_since = time.monotonic()
@@ -308,9 +305,7 @@ class Term:
                 for round_ in self.machine.rounds
                 for one in (*round_.waiting.values(), *round_.merging)
             }
-            news = self.machine.news[self._said :]
-            del self.machine.news[:-LINES]  # the rules repeat none of the last ones
-            self._said = len(self.machine.news)
+            news = self.machine.news.take()
             awaited = awaited_by_syncer(self.machine, self._run.location)
         if not awaited:
             self._waits_since = began
@@ -339,7 +334,8 @@ class Term:
 
     def _is_done(self) -> bool:
         """Return whether the run has ended, and all islands have read it."""
-        decision, state = self.machine.committed, self.machine.state
+        decision = self.machine.committed
+        state = self.machine.state
         if self._stays or decision is None or state is None or not decision.ended:
             return False
         if not self._heard.has_read_changes or state.settings != decision.settings:

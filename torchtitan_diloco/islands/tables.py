@@ -25,7 +25,9 @@ HIDDEN = {"for_seconds", "left_out_reason", "incarnation", "tokens", "caught_up"
 
 def headline(found: dict[str, Any]) -> dict[str, str]:
     """Return the numbers of the whole run by name."""
-    merged, total, last = found["tokens_merged"], found["total_tokens"], found["last_merged"]
+    merged = found["tokens_merged"]
+    total = found["total_tokens"]
+    last = found["last_merged"]
     lines = {}
     if total:
         lines["tokens merged"] = f"{merged:,} of {total:,} ({merged / total:.1%})"

@@ -17,8 +17,8 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.islands.payload import HEADER_BYTES
 from torchtitan_diloco.islands.rules.commit import LIST_SECONDS
+from torchtitan_diloco.islands.rules.copies import COPY_SECONDS
 from torchtitan_diloco.islands.rules.settings import NOTE_PAUSES, RATES, Rates
-from torchtitan_diloco.islands.rules.syncer import COPY_SECONDS
 from torchtitan_diloco.islands.rules.writer import DECISION_SECONDS
 from torchtitan_diloco.islands.syncing import LOOK_SECONDS, SWEEP_SECONDS, SWEPT
 from torchtitan_diloco.store import Kind

@@ -115,7 +115,8 @@ def wait_for_first_node(nodes: Nodes, patience: float, say: Callable[[str], None
     torch itself would print C++ stack traces while the first node does not listen.
     """
     say(f"{nodes}: waiting for the others at {nodes.endpoint}")
-    started = told_at = time.monotonic()
+    started = time.monotonic()
+    told_at = started
     while nodes.rank > 0 and (problem := _problem(nodes)):
         now = time.monotonic()
         if now >= started + patience:

@@ -290,7 +290,8 @@ def _packets(connect: Callable[[], Stream]) -> str:
 
 def _rates(connect: Callable[[], Stream], streams: int) -> str:
     try:
-        alone = several = measure(connect, 1)
+        alone = measure(connect, 1)
+        several = alone
     except TooSlowError as error:
         raise UserError(f"{error}: use another link") from error
     if math.isnan(alone.bits_per_second):

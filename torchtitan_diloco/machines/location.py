@@ -142,7 +142,9 @@ class Location:
 
     def _measure_calls(self) -> str:
         names = [f"{PART}{self._name}/test-{secrets.token_hex(8)}" for _ in range(CALLS)]
-        get, create, listed = list[float](), list[float](), list[float]()
+        get = list[float]()
+        create = list[float]()
+        listed = list[float]()
         for name in names:
             get.append(_seconds(lambda: self.store.get(name)))  # noqa: B023
             create.append(_seconds(lambda: self.store.create(name, b"x")))  # noqa: B023

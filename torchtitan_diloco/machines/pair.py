@@ -221,7 +221,8 @@ def _accept(nodes: Nodes, patience: float, say: Say) -> socket.socket:
     family = socket.AF_INET6 if two_kinds else socket.AF_INET
     port = nodes.address[1]
     server = socket.create_server(("", port), family=family, dualstack_ipv6=two_kinds)
-    started = told_at = time.monotonic()
+    started = time.monotonic()
+    told_at = started
     say(f"machine 0: waiting for machine 1 at {nodes.endpoint}")
     with closing(server):
         while (now := time.monotonic()) < started + patience:

@@ -145,7 +145,9 @@ def predict(
         last_send = total_steps + schedule.sync_every - 1
         last_step = last_send + schedule.delay
     else:
-        total_steps = last_send = last_step = steps
+        total_steps = steps
+        last_send = steps
+        last_step = steps
     computed = draw_steps(conditions, last_step).cumsum(axis=0)
     waited = np.zeros(conditions.workers)
     thread_free = 0.0

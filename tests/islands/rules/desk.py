@@ -33,7 +33,9 @@ from torchtitan_diloco.islands.rules.note import Note, Part, encode_note
 from torchtitan_diloco.islands.rules.settings import Settings
 from torchtitan_diloco.islands.rules.syncer import Syncer
 
-A, B, C = "a/0000", "b/0000", "c/0000"
+A = "a/0000"
+B = "b/0000"
+C = "c/0000"
 SHAPES: list[Shape] = [(100, 10)]
 
 
@@ -121,7 +123,8 @@ class Desk:
 
     def part(self, slot: int, samples: int = 10, **changed: Any) -> Part:
         """Return the next part of a slot."""
-        ledger, shared = self.ledger(slot), self.state.fragments[0]
+        ledger = self.ledger(slot)
+        shared = self.state.fragments[0]
         fields: dict[str, Any] = {
             "fragment": 0,
             "number": ledger.number + 1,

@@ -21,7 +21,8 @@ CALM = 4
 
 def inject(simulation: Simulation, fault: str, rng: random.Random) -> None:
     """Do what a fault is called."""
-    world, store = simulation.world, simulation.world.store
+    world = simulation.world
+    store = simulation.world.store
     living = [one for one in simulation.living if not one.machine.is_leaving]
     syncers = [one for one in simulation.syncers if one.is_alive]
     if fault in FAULTS_OF_ISLANDS and living:
@@ -212,7 +213,8 @@ FAULTS_OF_SYNCERS: dict[str, Callable[[Simulation, SyncerProcess, random.Random]
 
 def restore(simulation: Simulation, seconds: float, rng: random.Random) -> None:
     """The store is away, and comes back as it was some seconds ago."""
-    world, store = simulation.world, simulation.world.store
+    world = simulation.world
+    store = simulation.world.store
     if not simulation.decisions or not simulation.last.is_founded:
         return
     older = dict(store.entries)
@@ -220,7 +222,8 @@ def restore(simulation: Simulation, seconds: float, rng: random.Random) -> None:
     def put_back() -> None:
         away = rng.uniform(1, 15)
         store.away_until = max(store.away_until, world.now + away)
-        store.entries, store.age = older, store.age + 1
+        store.age = store.age + 1
+        store.entries = older
         simulation.restores += 1
         simulation.is_restored = True
         if rng.random() < 0.6:
@@ -252,7 +255,8 @@ def change(simulation: Simulation, rng: random.Random) -> None:
 def be_hostile(simulation: Simulation, rng: random.Random) -> None:
     """A login writes what it likes under its name, with the numbers that would count."""
     login = f"evil/{simulation.next_nonce():08x}"
-    world, counter = simulation.world, [0]
+    world = simulation.world
+    counter = [0]
 
     def write() -> None:
         counter[0] += 1

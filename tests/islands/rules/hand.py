@@ -27,7 +27,8 @@ class Hand:
     """An island by hand, which holds what it wants at once."""
 
     def __init__(self, state: Decision, **options: Any) -> None:
-        self.now, self.state = 0.0, state
+        self.now = 0.0
+        self.state = state
         self.island = build_island(**options)
         self.applied: list[tuple[int, Mode, float]] = []
         self.read()
@@ -58,7 +59,8 @@ class Hand:
             total.applies += due.applies
             total.sends += due.sends
             if not due.applies and not due.sends:
-                total.waits_until, total.clock = due.waits_until, due.clock
+                total.waits_until = due.waits_until
+                total.clock = due.clock
                 total.is_training = due.is_training
                 return total
 
@@ -84,9 +86,11 @@ class Hand:
 
     def publish(self, *, fate: Fate = Fate.MERGED, own: bool = True, keeps: int = 99) -> None:
         """Let the syncer make the next version, with the own part or without."""
-        shared, ledger = self.state.fragments[0], self.state.slots[0].ledgers[0]
+        shared = self.state.fragments[0]
+        ledger = self.state.slots[0].ledgers[0]
         if own:
-            ledger.number, ledger.fate = self.sent.number, fate
+            ledger.number = self.sent.number
+            ledger.fate = fate
             if fate is Fate.MERGED or fate.is_lost:
                 ledger.taken = self.sent.end
         if fate is Fate.MERGED:

@@ -20,7 +20,9 @@ from torchtitan_diloco.islands.rules.note import NotedGauges, Part
 if TYPE_CHECKING:
     from tests.islands.rules.simulation import Simulation
 
-NOTE_SECONDS, READ_SECONDS, LOOK = 0.3, 0.2, 0.06
+NOTE_SECONDS = 0.3
+READ_SECONDS = 0.2
+LOOK = 0.06
 SHAPES = [(100, 10)]
 
 
@@ -86,7 +88,8 @@ class IslandProcess(Process):
         is_founder: bool = True,
     ) -> None:
         super().__init__(simulation.world, login)
-        self.simulation, self.nature = simulation, nature
+        self.simulation = simulation
+        self.nature = nature
         self.is_founder = is_founder
         self.checkpoint: Checkpoint | None = None  # of this process
         self.ending = ""
@@ -184,7 +187,8 @@ class IslandProcess(Process):
         last = -1.0
         while True:
             if self.is_note_due or self.world.now - last >= NOTE_SECONDS:
-                last, self.is_note_due = self.world.now, False
+                last = self.world.now
+                self.is_note_due = False
                 merged = max(self.simulation.clocks.get(self.incarnation, 0), 0)
                 raw = self.machine.note(NotedGauges(loss=2.5, validated=(merged, 3.0), says=1))
                 self.simulation.note_bytes = max(self.simulation.note_bytes, len(raw))
@@ -218,7 +222,8 @@ class IslandProcess(Process):
 
     def send(self, part: Part) -> None:
         """Take the delta of a part, and upload it in a thread of its own."""
-        tensors, fragment = self.tensors, part.fragment
+        tensors = self.tensors
+        fragment = part.fragment
         published = tensors.published[fragment]
         assert toy.checksum(published) == part.checksum or self.is_flipped, "another base"
         delta = toy.encode_delta(tensors.theta[fragment], published)
@@ -228,7 +233,8 @@ class IslandProcess(Process):
         assert part.weight == toy.TOKENS * (part.end - part.start), "weight is tokens trained"
         norm = 1.0 + (part.end - part.start) / 100
         if 0 <= self.nature.sick_at <= self.machine.step:
-            norm, self.nature.sick_at = 100 * norm, -1
+            norm = 100 * norm
+            self.nature.sick_at = -1
         if 0 <= self.nature.overflows_at <= self.machine.step:
             self.simulation.overflowing.add((self.incarnation, fragment, part.number))
             self.nature.overflows_at = -1
@@ -301,7 +307,8 @@ class IslandProcess(Process):
         self.tensors.accounts = [Account(at, at) for _ in self.tensors.theta]
 
     def step(self) -> None:
-        machine, batch = self.machine, self.world.plan.batch
+        machine = self.machine
+        batch = self.world.plan.batch
         assert machine.slot is not None
         for sample in range(machine.position, machine.position + batch):
             toy.train(self.tensors.theta, machine.slot, sample)
@@ -320,14 +327,16 @@ class IslandProcess(Process):
             self.checkpoint = Checkpoint(saved, list(self.tensors.published))
 
     def apply(self, apply: Apply) -> None:
-        tensors, fragment = self.tensors, apply.fragment
+        tensors = self.tensors
+        fragment = apply.fragment
         before = tensors.published[fragment]
         after = before
         if apply.source is not None:
             content = self.hands.pop(apply.source.name)
             after = content if apply.source.kind == COPY else toy.add(before, content)
         tensors.published[fragment] = after
-        theta, change = tensors.theta[fragment], toy.subtract(after, before)
+        theta = tensors.theta[fragment]
+        change = toy.subtract(after, before)
         machine = self.machine
         account = tensors.accounts[fragment] if tensors.accounts else None
         match apply.mode:
@@ -335,7 +344,8 @@ class IslandProcess(Process):
                 tensors.theta[fragment] = toy.mix(apply.share, theta, after)
                 assert account is not None
                 assert machine.slot is not None
-                slot, position = machine.slot, machine.position
+                slot = machine.slot
+                position = machine.position
                 account.apply(apply.share, slot, position, change.linear)
             case Mode.ADD:
                 tensors.theta[fragment] = toy.add(theta, change)

@@ -74,7 +74,8 @@ class Liar:
                 if key[1] <= ledger.number:
                     del self.parts[key]
                     store.delete(part_name(self.incarnation, *key))
-            shared, key = last.fragments[fragment], (fragment, ledger.number + 1)
+            shared = last.fragments[fragment]
+            key = (fragment, ledger.number + 1)
             if key in self.parts:
                 continue
             fastest = last.settings.fastest
@@ -90,7 +91,8 @@ class Liar:
                 size=0 if self.losses else 100,
                 is_loss=self.losses,
             )
-            self.parts[key] = simulation.parts[self.incarnation, fragment, part.number] = part
+            self.parts[key] = part
+            simulation.parts[self.incarnation, fragment, part.number] = part
             for sample in range(part.start, part.end) if not self.losses else ():
                 phase = sum(position <= sample for position in slot.entered)
                 simulation.phases[self.incarnation, sample] = phase

@@ -16,7 +16,8 @@ PROGRESS = 250
 
 def simulate(seed: int) -> tuple[int, Counter[str], str]:
     """Run a seed. Return counts, and what went wrong."""
-    simulation, problem = build(seed), ""
+    simulation = build(seed)
+    problem = ""
     try:
         simulation.run()
     except Exception:
@@ -51,7 +52,9 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.seeds)
-    began, total, violations = time.monotonic(), Counter[str](), 0
+    began = time.monotonic()
+    total = Counter[str]()
+    violations = 0
     with Pool(arguments.processes) as pool:
         results = pool.imap_unordered(simulate, seeds, chunksize=4)
         for done, (_, counts, problem) in enumerate(results, start=1):

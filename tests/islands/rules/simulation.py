@@ -11,7 +11,7 @@ from tests.islands.rules import toy
 from tests.islands.rules.island_process import READ_SECONDS, Checkpoint, IslandProcess, Nature
 from tests.islands.rules.syncers import SyncerProcess
 from tests.islands.rules.world import Plan, World
-from torchtitan_diloco.islands.rules import history, presence, syncer, writer
+from torchtitan_diloco.islands.rules import copies, history, presence, writer
 from torchtitan_diloco.islands.rules.decision import (
     VERSIONS_LATE,
     Decision,
@@ -36,12 +36,14 @@ from torchtitan_diloco.islands.rules.settings import Settings
 FORGOTTEN, KEPT_SECONDS, COPY_SECONDS = 12.0, 3.0, 120.0
 """Runs here last half a minute, so what is old gets old sooner."""
 MOST_OBJECTS = 250
-MOST_NOTE_BYTES, MOST_DECISION_BYTES = 2000, 4000
+MOST_NOTE_BYTES = 2000
+MOST_DECISION_BYTES = 4000
 
 
 class Simulation:
     def __init__(self, plan: Plan, seed: int = 0) -> None:
-        self.plan, self.world = plan, World(plan, seed)
+        self.plan = plan
+        self.world = World(plan, seed)
         self.world.store.on_create = self.on_create
         self.world.store.on_delete = self.on_delete
         self.settings = Settings(
@@ -83,8 +85,12 @@ class Simulation:
         self.fates: dict[Fate, int] = {}
         self.phases: dict[tuple[str, int], int] = {}
         """Phase of the data in which an incarnation has read a sample."""
-        self.superseded = self.terms = self.restores = self.went_back = 0
-        self.note_bytes = self.decision_bytes = 0
+        self.superseded = 0
+        self.terms = 0
+        self.restores = 0
+        self.went_back = 0
+        self.note_bytes = 0
+        self.decision_bytes = 0
         self.extra_objects = 0
         """Objects that others have written on purpose."""
         self.slot_seconds: set[float] = set()
@@ -199,7 +205,8 @@ class Simulation:
 
     def check_fragment(self, old: Decision, new: Decision, fragment: int) -> None:
         """Check what became of parts: each range once, each weight that of its tokens."""
-        shared, before = new.fragments[fragment], old.fragments[fragment]
+        shared = new.fragments[fragment]
+        before = old.fragments[fragment]
         merged = list[tuple[int, Part]]()
         for number, slot in enumerate(new.slots):
             after = slot.ledgers[fragment]
@@ -277,9 +284,11 @@ class Simulation:
         """Start somebody again if all are gone and the run has not ended."""
         if not [one for one in self.syncers if one.is_alive]:
             self.start_syncer()
-        has_begun, has_ended = False, False
+        has_begun = False
+        has_ended = False
         if self.decisions:
-            has_begun, has_ended = self.last.begun, self.last.ended
+            has_begun = self.last.begun
+            has_ended = self.last.ended
         needed = 1 if has_begun else self.plan.start_with
         if self.islands and len(self.living) < needed and not has_ended:
             self.start(f"heir{len(self.islands)}")
@@ -291,7 +300,7 @@ class Simulation:
             patch.object(presence, "FORGOTTEN", FORGOTTEN),
             patch.object(writer, "KEPT_SECONDS", KEPT_SECONDS),
             # The only remedy if a store that was put back lacks a version that islands wait for.
-            patch.object(syncer, "COPY_SECONDS", COPY_SECONDS),
+            patch.object(copies, "COPY_SECONDS", COPY_SECONDS),
             patch.object(history, "BIN_SECONDS", self.plan.bin_seconds),
         ):
             is_over = self.world.run(self.is_over, until)
@@ -308,7 +317,7 @@ class Simulation:
         """Nobody starves, and nothing is lost, where nothing fails."""
         assert set(self.fates) <= {Fate.MERGED, Fate.LOSS, Fate.OVER}, self.fates
         for process in self.islands:
-            news = [line for line in process.machine.news if not line.startswith("waiting")]
+            news = [line for line in process.machine.news.lines if not line.startswith("waiting")]
             assert not news, news
         for fragment in range(self.plan.fragments):
             made = self.last.fragments[fragment].version
@@ -320,7 +329,8 @@ class Simulation:
         self.check_waits()
         if self.is_calm:
             self.check_calm()
-        last, total = self.last, self.last.settings.total_tokens
+        last = self.last
+        total = self.last.settings.total_tokens
         assert last.ended
         for fragment, shared in enumerate(last.fragments):
             assert shared.clock >= total

@@ -88,8 +88,11 @@ class SyncerProcess(Process):
             yield POLL * 2
         decision = stand_by.newest
         self.term += 1
-        self.outers, self.merged, self.prepared = {}, {}, {}
-        self.fragment_jobs, self.fetched = {}, {}
+        self.outers = {}
+        self.merged = {}
+        self.prepared = {}
+        self.fragment_jobs = {}
+        self.fetched = {}
         session = f"{self.world.random.getrandbits(64):016x}"
         self.machine = Syncer(decision, session, self.now, self.world.now)
         self.begun_at = 0 if decision is None else decision.number

@@ -77,7 +77,7 @@ def test_the_speed_of_islands_is_measured_before_it_is_limited() -> None:
     desk.note(A, desk.part(0, int(fastest) * 100), step=40)
     desk.pass_time(1.0)
     assert desk.ledger(0).fate is Fate.TOO_LONG
-    assert any("raise `fastest`" in line for line in desk.syncer.news)
+    assert any("raise `fastest`" in line for line in desk.syncer.news.lines)
 
 
 def test_a_slow_start_is_no_speed() -> None:

@@ -153,7 +153,8 @@ def test_an_island_is_asked_to_leave_evicted_and_admitted() -> None:
     requests.pass_time(1.0)
     assert desk.state.told == {A: "leave", B: BARRED}
     assert desk.state.owners() == [A]
-    again, other = "b/1111", "b.2/1111"
+    again = "b/1111"
+    other = "b.2/1111"
     for _ in range(3):
         desk.note(again, wish="join")
         desk.note(other, wish="join")
@@ -247,7 +248,8 @@ def test_what_decides_the_order_of_samples_never_changes(key: str) -> None:
 
 
 def test_done_changes_are_kept_while_they_are_listed() -> None:
-    changes, state = Changes(), founded()
+    changes = Changes()
+    state = founded()
     raw = msgspec.json.encode(Set("sync_every", "20"))
     for second in range(60):
         chosen = changes.choose(state, ["change/1"], float(second))

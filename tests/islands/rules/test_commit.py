@@ -63,7 +63,9 @@ def drive(calls: Generator[Call, Any, Any], *answers: tuple[Call, Any]) -> Any:
 MINE = b"mine"
 CREATE = Create(run_name(7), MINE)
 LOOK = List("run/", run_name(5))
-BEFORE, NOW, HIGHER = run_name(6), run_name(7), run_name(90)
+BEFORE = run_name(6)
+NOW = run_name(7)
+HIGHER = run_name(90)
 
 
 MISSING: list[tuple[Call, Any]] = [(LOOK, [NOW]), (Sleep(0.6), None)]
@@ -139,7 +141,8 @@ def reader_at(number: int) -> Reader:
 
 def test_a_reader_that_slept_finds_the_highest_decision() -> None:
     """The next one is deleted by then, or was created again by a syncer that slept, too."""
-    reader, names = reader_at(5), [run_name(6), run_name(80)]
+    reader = reader_at(5)
+    names = [run_name(6), run_name(80)]
     assert drive(reader.read(1.0), (Get(run_name(6)), None)) is None
     slept = 1.0 + LIST_SECONDS
     assert drive(reader.read(slept), (List("run/"), names), (Get(run_name(80)), b"y")) == b"y"

@@ -35,7 +35,8 @@ class Founders:
     """A syncer by hand in an empty location."""
 
     def __init__(self, decision: Decision | None = None) -> None:
-        self.now, self.counter = 0.0, 0
+        self.now = 0.0
+        self.counter = 0
         self.syncer = Syncer(decision, "s", 0.0, 0.0)
         self.decisions: list[Decision] = []
         self.jobs: list[Job] = []
@@ -131,7 +132,7 @@ def test_a_founding_is_bounded(changed: dict[str, object]) -> None:
     desk.hear(A)
     desk.syncer.on_founding(A, encode_founding(founding))
     assert desk.tick(1.0) == []
-    assert desk.syncer.news
+    assert desk.syncer.news.lines
 
 
 def test_a_note_founds_nothing() -> None:
@@ -162,7 +163,8 @@ def test_a_lost_location_is_founded_from_a_checkpoint() -> None:
         Slot([Ledger(taken=70), Ledger(taken=60)], A, corpus="aa", entered=[40]),
         Slot([Ledger(taken=80), Ledger(taken=80)]),
     ]
-    before.fragments[0].clock, before.fragments[1].clock = 500, 490
+    before.fragments[0].clock = 500
+    before.fragments[1].clock = 490
     saved = save(before, [3, 4], slot=0, position=75)
     founding = saved.found(Founding("r2", before.settings, [SHAPES] * 2, ["0", "1"]))
     state = decode_founding(encode_founding(founding)).decision(2, "s", B)
@@ -226,7 +228,7 @@ def test_an_island_says_itself_why_no_syncer_would_begin_its_run(
     chosen.founder = B
     waits.on_decision(chosen, 0.0)
     assert not waits.may_found
-    assert re.search(f"{reason}.*it joins the run of another founder", waits.news[0])
+    assert re.search(f"{reason}.*it joins the run of another founder", waits.news.lines[0])
 
 
 def test_outliers_are_judged_as_in_one_job() -> None:

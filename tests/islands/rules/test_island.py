@@ -91,7 +91,9 @@ def test_what_a_reset_has_lost_is_declared(hand: Hand) -> None:
     assert part == loss
     assert (loss.is_loss, loss.start, loss.end) == (True, 10, 13)
     ledger = hand.state.slots[0].ledgers[0]
-    ledger.number, ledger.taken, ledger.fate = 2, 13, Fate.LOSS
+    ledger.number = 2
+    ledger.taken = 13
+    ledger.fate = Fate.LOSS
     hand.read()
     [send] = hand.step(7).sends
     assert (send.part.start, send.part.end, send.part.weight) == (13, 20, 7)
@@ -159,7 +161,8 @@ def test_it_waits_for_its_grace_at_most_and_not_in_vain() -> None:
     sent = hand.now
     assert hand.step(1).waits_until is None
     assert hand.step(1).waits_until == sent + 5.0
-    hand.now = hand.island.heard_at = sent + 5.0
+    hand.now = sent + 5.0
+    hand.island.heard_at = hand.now
     assert hand.boundary().waits_until is None
     hand.now = sent + 7.0
     hand.publish()
@@ -291,8 +294,11 @@ def _sends(hand: Hand, steps: int) -> dict[int, list[int]]:
         for send in hand.step().sends:
             fragment = send.part.fragment
             found.setdefault(fragment, []).append(hand.island.step)
-            shared, ledger = hand.state.fragments[fragment], hand.state.slots[0].ledgers[fragment]
-            ledger.number, ledger.fate, ledger.taken = send.part.number, Fate.MERGED, send.part.end
+            shared = hand.state.fragments[fragment]
+            ledger = hand.state.slots[0].ledgers[fragment]
+            ledger.number = send.part.number
+            ledger.fate = Fate.MERGED
+            ledger.taken = send.part.end
             shared.version += 1
             shared.kept.append(Kept(shared.version, checksum(shared.version), 5))
             ledger.version = shared.version
@@ -351,7 +357,7 @@ def test_a_sick_island_says_so_and_goes_on(hand: Hand) -> None:
     hand.step(3)
     assert not hand.island.ending
     assert hand.island.is_training
-    assert ["numbers are repeatedly wrong" in line for line in hand.island.news] == [True]
+    assert ["numbers are repeatedly wrong" in line for line in hand.island.news.lines] == [True]
 
 
 def test_a_healed_fragment_declares_its_work_lost(hand: Hand) -> None:

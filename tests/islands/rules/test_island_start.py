@@ -121,13 +121,14 @@ def test_an_island_that_may_not_found_waits_and_says_for_whom() -> None:
     island = build_island()
     island.on_empty()
     assert not island.may_found
-    assert island.news == [
+    assert island.news.lines == [
         "the location is empty: waiting for an island that may found the run",
     ]
     unfounded = founded(())
-    unfounded.fragments, unfounded.founder = [], B
+    unfounded.fragments = []
+    unfounded.founder = B
     island.on_decision(unfounded, 0.0)
-    assert island.news[-1] == "waiting for island b to store the first copies"
+    assert island.news.lines[-1] == "waiting for island b to store the first copies"
     assert not island.is_founder
     founder = build_island(founds=founding())
     unfounded.founder = A

@@ -19,7 +19,8 @@ from torchtitan_diloco.islands.rules.changes import Set
 from torchtitan_diloco.islands.rules.decision import Fate
 from torchtitan_diloco.islands.rules.names import name_of
 
-SEEDS, EACH = 100, 10
+SEEDS = 100
+EACH = 10
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, EACH))

@@ -388,7 +388,8 @@ def test_no_list_of_values_in_a_note_breaks_the_syncer(part: list[Any], note: li
 
 def large(fragments: int, islands: int, versions: int) -> Decision:
     """Return a decision with made-up values that do not deflate."""
-    rng, vitals = random.Random(0), NotedVitals(0.231, 0.0012, 0.005, 0.01, 3.21, 2.12)
+    rng = random.Random(0)
+    vitals = NotedVitals(0.231, 0.0012, 0.005, 0.01, 3.21, 2.12)
 
     def ledger() -> Ledger:
         """Return one of a slot whose fragments are at about the same place."""

@@ -16,7 +16,8 @@ from torchtitan_diloco.diloco.schedule import Schedule
 PRIME = 2**61 - 1
 TOKENS = 7
 """Tokens of a sample."""
-LR, MOMENTUM = 3, 5
+LR = 3
+MOMENTUM = 5
 ROUGH = 8
 """A rough codec rounds down to multiples of this."""
 
@@ -26,7 +27,8 @@ class Vector(NamedTuple):
     mixed: int = 0
 
 
-START, ZERO = Vector(0, 17), Vector()
+START = Vector(0, 17)
+ZERO = Vector()
 
 
 def modular(value: Fraction | float) -> int:
@@ -138,16 +140,19 @@ class Account:
         assert start == self.start, f"the part begins at {start}, and theta at {self.start}"
         expected = (self.left + work(slot, self.position, end)) % PRIME
         assert linear == expected, "the delta does not contain its range"
-        self.sent, self.sent_end = linear, end
+        self.sent = linear
+        self.sent_end = end
 
     def apply(self, share: float, slot: int, now: int, change: int) -> None:
         """Account for a version with the own part. `change`: of P."""
         kept = modular(share)
         self.left = kept * (self.sent - change + work(slot, self.sent_end, now)) % PRIME
-        self.start, self.position = self.sent_end, now
+        self.start = self.sent_end
+        self.position = now
 
     def lose(self, now: int) -> None:
-        self.start = self.position = now
+        self.start = now
+        self.position = now
         self.left = 0
 
 

@@ -26,8 +26,11 @@ class Process:
     """Something that is killed or paused with all its threads, and has a clock of its own."""
 
     def __init__(self, world: "World", name: str) -> None:
-        self.world, self.name = world, name
-        self.is_alive, self.paused_until, self.cut_until = True, 0.0, 0.0
+        self.world = world
+        self.name = name
+        self.is_alive = True
+        self.paused_until = 0.0
+        self.cut_until = 0.0
         self.rate = world.random.choice(world.plan.rates)
         self.offset = world.random.uniform(0, 1e5)
         self.calls = 0
@@ -240,7 +243,9 @@ class Store:
 
 class World:
     def __init__(self, plan: Plan, seed: int = 0) -> None:
-        self.plan, self.random, self.now = plan, random.Random(seed), 0.0
+        self.plan = plan
+        self.random = random.Random(seed)
+        self.now = 0.0
         self.store = Store(self)
         self.events = 0
         self._queue: list[tuple[float, int, Process | None, Callable[[], None]]] = []

@@ -81,7 +81,8 @@ class Codec(ABC):
         a new buffer costs more than the work that is done in it."""
         buffer = self._scratch_buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.device != device:
-            buffer = self._scratch_buffers[name] = torch.empty(size, dtype=dtype, device=device)
+            buffer = torch.empty(size, dtype=dtype, device=device)
+            self._scratch_buffers[name] = buffer
         return buffer[:size]
 
 

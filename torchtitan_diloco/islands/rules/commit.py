@@ -76,7 +76,8 @@ def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
     afterwards. If the decision before it is missing, the store was restored to an older copy, or
     emptied. It is withdrawn, as objects that it names may be missing: a WentBackError is raised.
     """
-    name, before = run_name(number), run_name(number - 1)
+    name = run_name(number)
+    before = run_name(number - 1)
     went_back = False
     left = list[str]()
     while True:
@@ -120,7 +121,8 @@ class Reader:
     def __init__(self) -> None:
         self.number: int | None = None
         """Number of the highest decision that was read. None: the location is empty."""
-        self._listed_at, self._lower_since = -math.inf, math.inf
+        self._listed_at = -math.inf
+        self._lower_since = math.inf
 
     @property
     def is_lower(self) -> bool:
@@ -137,7 +139,8 @@ class Reader:
             return None
         names = yield List(RUN)
         numbers = [number for name in names if (number := run_number(name)) is not None]
-        highest, known = max(numbers, default=0), self.number or 0
+        highest = max(numbers, default=0)
+        known = self.number or 0
         if highest < known:
             self._lower_since = min(self._lower_since, now)
             if now - self._lower_since >= WENT_BACK_SECONDS:
@@ -175,7 +178,8 @@ class StandBy:
         """`died`: session of a syncer that is known to have died."""
         self.newest: Decision | None = None
         """The newest decision. None: the location is empty."""
-        self._died, self._reader = died, Reader()
+        self._died = died
+        self._reader = Reader()
         self._read_at: float | None = None
         self._still = 0.0
 

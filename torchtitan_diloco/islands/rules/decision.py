@@ -247,7 +247,11 @@ class _Head(msgspec.Struct, array_like=True):
     number: int
 
 
-RUNNING, REPLACED, BARRED, SICK, LEAVE = "running", "replaced", "barred", "sick", "leave"
+RUNNING = "running"
+REPLACED = "replaced"
+BARRED = "barred"
+SICK = "sick"
+LEAVE = "leave"
 ORDERS = {
     RUNNING: (
         "another process of this island is running: stop it first, or give this one another name"

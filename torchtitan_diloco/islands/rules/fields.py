@@ -6,7 +6,10 @@ from msgspec import Meta
 
 from torchtitan_diloco.islands.rules.names import LARGEST
 
-MOST_SLOTS, MOST_FRAGMENTS, MOST_PARAMETERS, MOST_PHASES = 1024, 4096, 65_536, 64
+MOST_SLOTS = 1024
+MOST_FRAGMENTS = 4096
+MOST_PARAMETERS = 65_536
+MOST_PHASES = 64
 MOST_TOKENS = 10**15
 """Maximum number of tokens of a run."""
 FURTHEST: int = LARGEST // 2

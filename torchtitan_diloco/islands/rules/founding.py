@@ -84,7 +84,8 @@ class Founding(msgspec.Struct, array_like=True, frozen=True):
     """Slots of that run, or where those of this one begin after the samples of the job."""
 
     def check(self) -> None:
-        fragments, settings = len(self.shapes), self.settings
+        fragments = len(self.shapes)
+        settings = self.settings
         if fragments != len(self.checksums) or len(self.clocks) not in (0, fragments):
             raise MalformedError("its lists differ in length")
         if max(len(self.slots), settings.streams) > settings.slots:
@@ -95,6 +96,17 @@ class Founding(msgspec.Struct, array_like=True, frozen=True):
             )
         if settings.delay >= settings.sync_every:
             raise MalformedError(f"delay {settings.delay} is not below {settings.sync_every}")
+
+    def name_founder(self, number: int, session: str, founder: str) -> Decision:
+        """Return the decision that asks an island for the copies of the run that it founds."""
+        return Decision(
+            protocol=PROTOCOL,
+            number=number,
+            session=session,
+            run=self.run,
+            settings=self.settings,
+            founder=founder,
+        )
 
     def decision(self, number: int, session: str, founder: str) -> Decision:
         """Return the state of the run before any island has a slot."""
@@ -142,7 +154,8 @@ class Founders:
     def __init__(self, presence: Presence) -> None:
         self._presence = presence
         self._foundings = dict[str, Founding]()
-        self._is_adopting, self._looked_at = False, -RETRY_SECONDS
+        self._is_adopting = False
+        self._looked_at = -RETRY_SECONDS
 
     def hear(self, incarnation: str, raw: bytes) -> None:
         """Process a founding. Raise a MalformedError if it is unusable."""
@@ -170,7 +183,8 @@ class Founders:
 
     def note_missing(self, now: float) -> None:
         """Look again later, because copies are missing."""
-        self._is_adopting, self._looked_at = False, now
+        self._is_adopting = False
+        self._looked_at = now
 
 
 # --- is this the run of an island? ----------------------------------------------------------------

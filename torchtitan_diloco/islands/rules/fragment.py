@@ -149,7 +149,8 @@ class OwnFragment:
     def wanted(self) -> list[Object]:
         """Return the next downloads, in order: a copy if it is necessary, then the versions after
         it. A missing update is asked for again until there is a newer copy."""
-        shared, held = self.shared, self.held
+        shared = self.shared
+        held = self.held
         updates = {
             kept.version: Object(VERSION, kept.number, self.number, kept.version)
             for kept in shared.kept
@@ -206,7 +207,8 @@ class OwnFragment:
         self.resets = None
         if self.sent is not None:
             self.sent.is_in_theta = False
-        self.lost_to, self.counted = self.island.position, self.island.tokens
+        self.lost_to = self.island.position
+        self.counted = self.island.tokens
 
     def on_checksum(self, version: int, checksum: str) -> None:
         """Take the computed checksum of P, and compare it with the published one."""
@@ -215,9 +217,11 @@ class OwnFragment:
         known = self.shared.checksum(version)
         is_same = version <= self.shared.version and known in (None, checksum)
         if not is_same and not self.is_wrong:
-            self.is_wrong, self.copy, self.updates = True, None, {}
+            self.is_wrong = True
+            self.copy = None
+            self.updates = {}
             self.resets = self.resets or Mode.TAKE
-            self.island.say(
+            self.island.news.say(
                 f"fragment {self.number}: its copy has wrong bits, and is downloaded again"
             )
 
@@ -225,7 +229,8 @@ class OwnFragment:
 
     def next_apply(self) -> Apply | None:
         """Return the version to apply now, and count it as applied."""
-        island, copy = self.island, self.copy
+        island = self.island
+        copy = self.copy
         if self.is_wrong or self.applied < 0:
             return None if copy is None else self._apply(copy, self.resets or Mode.TAKE)
         if self.resets is not None:
@@ -264,7 +269,9 @@ class OwnFragment:
 
     def next_send(self, now: float, *, may_send: bool) -> Part | None:
         """Return the part to send now, whose bytes are not stored yet, or a loss."""
-        island, ledger, shared = self.island, self.ledger, self.shared
+        island = self.island
+        ledger = self.ledger
+        shared = self.shared
         oldest = max(ledger.version, shared.version - VERSIONS_LATE)
         checksum = shared.checksum(self.applied)
         is_able = self.sent is None and not self.is_wrong and self.resets is None
@@ -319,7 +326,9 @@ class OwnFragment:
         It waits at the boundary at which that version is applied, even while the upload is in
         flight, but not if no decisions arrive, and not if waiting is usually in vain.
         """
-        island, sent, settings = self.island, self.sent, self.island.settings
+        island = self.island
+        sent = self.sent
+        settings = self.island.settings
         if sent is None or sent.part.is_loss or not sent.is_in_theta or island.is_stopped:
             return None
         if island.step != sent.step + settings.delay:

@@ -20,7 +20,8 @@ from torchtitan_diloco.islands.rules.note import Note
 
 BIN_SECONDS, LEAST_SECONDS = 600.0, 60.0
 """Length of a bin, and of one that is closed earlier because it is full of events."""
-MOST_EVENTS, MOST_VALIDATED = 64, 32
+MOST_EVENTS = 64
+MOST_VALIDATED = 32
 MOST_NAMES = 1100
 """Maximum number of islands with sums in a bin: more than a run has slots."""
 MOST_TEXT = 100
@@ -153,7 +154,8 @@ class History(msgspec.Struct, array_like=True):
         is_full = len(self.open.events) >= MOST_EVENTS and lasted >= LEAST_SECONDS
         if self.closed is None and (is_full or lasted >= BIN_SECONDS):
             self.open.until = int(age)
-            self.closed, self.open = self.open, Bin(since=int(age))
+            self.closed = self.open
+            self.open = Bin(since=int(age))
 
     def forget_closed(self, number: int) -> None:
         """Continue after the closed bin was stored as the object of this number."""

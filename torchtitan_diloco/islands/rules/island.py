@@ -14,6 +14,7 @@ from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.rules.checkpoint import Saved, save
 from torchtitan_diloco.islands.rules.commit import STANDSTILL
+from torchtitan_diloco.islands.rules.copies import COPY_VERSIONS
 from torchtitan_diloco.islands.rules.decision import ENDS, SICK, Decision
 from torchtitan_diloco.islands.rules.decision import LEAVE as LEAVE_ORDER
 from torchtitan_diloco.islands.rules.fields import Shapes
@@ -31,13 +32,12 @@ from torchtitan_diloco.islands.rules.fragment import (
     Send,
 )
 from torchtitan_diloco.islands.rules.names import Object, name_of, part_name
+from torchtitan_diloco.islands.rules.news import News
 from torchtitan_diloco.islands.rules.note import GIVE, JOIN, Note, NotedGauges, Part, encode_note
 from torchtitan_diloco.islands.rules.settings import Settings
 
 BEHIND = 1
 """Maximum number of versions that an island may be behind when it requests a slot."""
-COPY_VERSIONS = 8
-"""Number of versions after which a newer copy is a smaller download."""
 
 ENDED, LEFT, REJOIN, OVER = "ended", "left", "rejoin", "over"
 """Why an incarnation of an island is over, in addition to `ENDS`. After REJOIN, its process is to
@@ -58,7 +58,10 @@ class Island:
     ) -> None:
         """`facts`, `shapes`: compared with those of the run. `founds`: the run to found in an empty
         location, if it may found one. `saved`: state in its own checkpoint."""
-        self.incarnation, self.founds, self.corpus, self.ranks = incarnation, founds, corpus, ranks
+        self.incarnation = incarnation
+        self.founds = founds
+        self.corpus = corpus
+        self.ranks = ranks
         self.decision: Decision | None = None
         self.slot: int | None = None
         self.fragments = list[OwnFragment]()
@@ -69,8 +72,12 @@ class Island:
         """Whether a run that has ended may be longer soon, because a change was asked for."""
         self.ending = ""
         """Why this incarnation is over, or empty while it is not."""
-        self.step, self.tokens, self.position, self.step_seconds = 0, 0, 0, 0.0
-        self.is_stopped, self.is_leaving = False, False
+        self.step = 0
+        self.tokens = 0
+        self.position = 0
+        self.step_seconds = 0.0
+        self.is_stopped = False
+        self.is_leaving = False
         self.entered = list[int]()
         """Positions at which its stream has entered phases of the data."""
         self.heard_at = -math.inf
@@ -79,15 +86,18 @@ class Island:
         """Samples before its checkpoint that are not merged, and that it reads again."""
         self.expected_tokens = 0
         """Tokens that all islands should have trained while it has trained its own."""
-        self.news = list[str]()
-        self._facts, self._shapes, self._saved = facts, list(shapes), saved
+        self.news = News()
+        self._facts = facts
+        self._shapes = list(shapes)
+        self._saved = saved
         self._counter = 0
         self._stored = list[Part]()  # parts whose objects exist
         self._clock_floor = 0
         self._clock_base = (0, 0)  # merged tokens, and those expected until then
         self._training_islands = 1  # how many train as it does, while decisions are heard
         self._boundary_at = -math.inf
-        self._trains_until, self._sent_step = 0, -1
+        self._trains_until = 0
+        self._sent_step = -1
 
     # --- what it knows ----------------------------------------------------------------------------
 
@@ -115,10 +125,6 @@ class Island:
         self._clock_floor = max(self._clock_floor, merged + self.expected_tokens - expected)
         return self._clock_floor
 
-    def say(self, line: str) -> None:
-        if line not in self.news[-8:]:
-            self.news.append(line)
-
     # --- decisions --------------------------------------------------------------------------------
 
     @property
@@ -137,7 +143,7 @@ class Island:
             self.may_found = True
         if not self.may_found:
             check_empty(self._saved_run)
-            self.say("the location is empty: waiting for an island that may found the run")
+            self.news.say("the location is empty: waiting for an island that may found the run")
 
     def _can_found(self) -> bool:
         """Return whether it may found the run, if the chosen founder dies."""
@@ -146,7 +152,7 @@ class Island:
         try:
             check_founding(self.founds, self._facts)
         except UserError as error:
-            self.say(f"{error}; it joins the run of another founder")
+            self.news.say(f"{error}; it joins the run of another founder")
             return False
         return True
 
@@ -163,12 +169,13 @@ class Island:
             self.may_found = self._can_found()
             if decision.founder != self.incarnation:
                 founder = name_of(decision.founder)
-                self.say(f"waiting for island {founder} to store the first copies")
+                self.news.say(f"waiting for island {founder} to store the first copies")
         elif before is None or not before.fragments:
             check_run(decision, self._facts, self._shapes, self._saved_run)
         else:
             check_continues(before, decision, self.slot)
-        self.decision, self.heard_at = decision, now
+        self.decision = decision
+        self.heard_at = now
         self._obey(decision)
         if self.ending or not decision.is_founded:
             return
@@ -192,7 +199,7 @@ class Island:
             self._end(told, "")
             return
         elif told == SICK:
-            self.say("its numbers are repeatedly wrong, and rounds do not wait for it")
+            self.news.say("its numbers are repeatedly wrong, and rounds do not wait for it")
         slot = decision.slot_of(self.incarnation)
         if self.slot is not None and slot != self.slot:
             for one in self.fragments:
@@ -206,7 +213,7 @@ class Island:
     def _end(self, why: str, line: str) -> None:
         self.ending = self.ending or why
         if line:
-            self.say(line)
+            self.news.say(line)
 
     # --- join -------------------------------------------------------------------------------------
 
@@ -253,7 +260,8 @@ class Island:
         if not self._is_near() or any(one.applied < 0 for one in self.fragments):
             return
         slot = decision.slots[self.slot]
-        self.position, self.entered = slot.furthest, list(slot.entered)
+        self.position = slot.furthest
+        self.entered = list(slot.entered)
         self._clock_base = (self._clock_floor, self.expected_tokens)
         if self._saved is not None and self._saved.slot == self.slot:
             self.dropped_samples = max(0, self._saved.position - slot.furthest)
@@ -386,7 +394,8 @@ class Island:
         elif not any(one.sent is not None or self._has_unsent(one) for one in self.fragments):
             per_step = max(1, self.tokens // max(1, self.step)) * max(1, len(self.decision.ready))
             steps = min(math.ceil(short / per_step), self.settings.sync_every)
-            self._trains_until, self.is_stopped = self.step + steps, False
+            self._trains_until = self.step + steps
+            self.is_stopped = False
 
     def _has_unsent(self, one: OwnFragment) -> bool:
         is_short = one.shared.clock < self.settings.total_tokens
@@ -445,7 +454,8 @@ class Island:
         """Return the objects of parts that are decided, to be deleted."""
         if self.slot is None:
             return []  # the syncer deletes those of incarnations without a slot
-        waiting, decided = list[Part](), list[str]()
+        waiting = list[Part]()
+        decided = list[str]()
         for part in self._stored:
             if part.number <= self.fragments[part.fragment].ledger.number:
                 decided.append(part_name(self.incarnation, part.fragment, part.number))

@@ -115,7 +115,8 @@ Job: TypeAlias = (
 
 def load(shared: SharedFragment, number: int) -> Load:
     """Return the job that loads a fragment from the objects that a decision names."""
-    copy, outer = shared.copies[-1], shared.outer
+    copy = shared.copies[-1]
+    outer = shared.outer
     later = (one for one in shared.kept if one.version > copy.version)
     return Load(
         fragment=number,

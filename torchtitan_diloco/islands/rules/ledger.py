@@ -33,7 +33,8 @@ def judge(decision: Decision, slot: int, part: Part, age: float) -> Fate:
     the work of the last part again.
     """
     fragment = decision.fragments[part.fragment]
-    ledger, settings = decision.slots[slot].ledgers[part.fragment], decision.settings
+    ledger = decision.slots[slot].ledgers[part.fragment]
+    settings = decision.settings
     samples = part.end - part.start
     allowed = most_samples(settings, ledger, age)
     if part.start != ledger.taken or samples <= 0:
@@ -61,7 +62,8 @@ def decide(
     ledger: Ledger, fate: Fate, number: int, *, settings: Settings, age: float, end: int = 0
 ) -> None:
     """Record the fate of a part. `end`: end of its range, which counts if it is merged or lost."""
-    ledger.number, ledger.fate = number, fate
+    ledger.number = number
+    ledger.fate = fate
     is_lost = fate is Fate.LOSS or fate.is_lost
     if fate is not Fate.MERGED and not is_lost:
         return

@@ -21,11 +21,18 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-RUN, HISTORY, ISLAND, PART = "run/", "history/", "island/", "part/"
-FOUND, CHANGE, MIRROR = "found/", "change/", "mirror/"
+RUN = "run/"
+HISTORY = "history/"
+ISLAND = "island/"
+PART = "part/"
+FOUND = "found/"
+CHANGE = "change/"
+MIRROR = "mirror/"
 OWNER = "owner"
 """Login that may write all names, which founds and changes runs."""
-VERSION, COPY, OUTER = "version", "copy", "outer"
+VERSION = "version"
+COPY = "copy"
+OUTER = "outer"
 DIGITS = 12
 LARGEST = 10**DIGITS - 1
 """Digits of numbers in names: enough for 30,000 years of decisions."""

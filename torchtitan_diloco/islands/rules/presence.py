@@ -86,7 +86,8 @@ class Presence:
             if incarnation is None:
                 continue
             if incarnation not in owners and incarnation not in self.members:
-                by_name, by_login = groups = _groups(incarnation)
+                groups = _groups(incarnation)
+                by_name, by_login = groups
                 if heard[by_name] >= MOST_STARTS or heard[by_login] >= MOST_OF_LOGIN:
                     continue
                 heard.update(groups)
@@ -106,7 +107,8 @@ class Presence:
             return False
         if note.step != known.note.step:
             known.stepped = at
-        known.note, known.heard = note, at
+        known.note = note
+        known.heard = at
         return True
 
     def note_of(self, incarnation: str | None) -> Note | None:
@@ -141,7 +143,8 @@ class Presence:
         member = self.members.get(owner)
         if member is None:  # since this syncer leads
             return Seen(heard=heard, still=heard)
-        note, gauges = member.note, member.note.read_gauges()
+        note = member.note
+        gauges = member.note.read_gauges()
         return Seen(
             heard=heard,
             still=round(min(1e6, self.listened - member.stepped), 1),
@@ -191,14 +194,17 @@ class Seats:
     ) -> None:
         """`is_busy`: whether a part of a slot waits. The owner of such a slot does not change,
         because its successor starts where the ledger ends once the part is decided."""
-        self._decision, self._presence, self._is_busy = decision, presence, is_busy
+        self._decision = decision
+        self._presence = presence
+        self._is_busy = is_busy
         self._worked = dict[str, float]()
         """Time listened when a part of an owner was last merged, it got its slot, or the run
         began."""
 
     def begin_if_due(self) -> bool:
         """Begin the run once enough islands have slots. Missing work counts from then on."""
-        decision, owners = self._decision, self._decision.owners()
+        decision = self._decision
+        owners = self._decision.owners()
         if decision.begun or len(owners) < decision.settings.start_with:
             return False
         decision.begun = True
@@ -257,7 +263,8 @@ class Seats:
         Therefore, an incarnation is only told if the counter of an earlier one has increased some
         seconds later.
         """
-        members, told = self._presence.members, self._decision.told
+        members = self._presence.members
+        told = self._decision.told
         for name in {name_of(incarnation) for incarnation in members}:
             first, *others = self._starts(name)
             for incarnation in others:
@@ -269,7 +276,8 @@ class Seats:
 
     def _find(self, incarnation: str, note: Note) -> int | None:
         """Return the slot for an island that waits."""
-        decision, slots = self._decision, self._decision.slots
+        decision = self._decision
+        slots = self._decision.slots
         name = name_of(incarnation)
         for number, slot in enumerate(slots):
             if slot.owner is not None and name_of(slot.owner) == name:
@@ -289,7 +297,8 @@ class Seats:
     def _is_replaceable(self, number: int) -> bool:
         """Return whether another island may take a slot, because its owner is silent, or nothing of
         it is merged, for long."""
-        settings, slot = self._decision.settings, self._decision.slots[number]
+        settings = self._decision.settings
+        slot = self._decision.slots[number]
         owner = slot.owner
         assert owner is not None
         if self._presence.silence(owner) > settings.slot_seconds:
@@ -315,7 +324,8 @@ class Seats:
             if is_restart:  # otherwise, it may come back in another slot
                 decision.told[before] = REPLACED
             self._release(slot, age)
-        slot.owner, slot.corpus = incarnation, note.corpus
+        slot.owner = incarnation
+        slot.corpus = note.corpus
         self._worked[incarnation] = self._presence.listened
         if not is_restart:
             for ledger in slot.ledgers:

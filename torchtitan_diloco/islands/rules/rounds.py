@@ -187,7 +187,8 @@ class Round:
         """Open a round if it is due, and return whether it does."""
         if self.shared.is_open or self.merging or not self.waiting or not self._is_paced():
             return False
-        self.shared.is_open, self.opened_at = True, now
+        self.shared.is_open = True
+        self.opened_at = now
         delay = self.decision.settings.delay
         for number, slot in enumerate(self.decision.slots):
             note = self.presence.note_of(slot.owner)
@@ -256,7 +257,8 @@ class Round:
         is_over = now >= self.opened_at + self.grace
         if not parts or ((missing or is_fetching) and not is_over):
             return False
-        self.shared.is_open, self.merging = False, parts
+        self.shared.is_open = False
+        self.merging = parts
         for one in parts:
             del self.waiting[one.slot]
         total = sum(one.part.weight for one in parts)

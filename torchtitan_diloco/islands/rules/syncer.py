@@ -11,9 +11,9 @@ What cannot be undone, such as a deletion, follows from `committed` alone.
 from collections.abc import Collection, Iterable, Sequence
 
 from torchtitan_diloco.islands.rules.changes import Changes, describe
+from torchtitan_diloco.islands.rules.copies import Copies
 from torchtitan_diloco.islands.rules.decision import (
     BARRED,
-    PROTOCOL,
     SICK,
     Decision,
     Fate,
@@ -39,13 +39,12 @@ from torchtitan_diloco.islands.rules.jobs import (
 )
 from torchtitan_diloco.islands.rules.ledger import decide, judge, most_samples
 from torchtitan_diloco.islands.rules.names import COPY, OUTER, VERSION, Object, name_of
+from torchtitan_diloco.islands.rules.news import News
 from torchtitan_diloco.islands.rules.note import Note, Part, PartHead, decode_note
 from torchtitan_diloco.islands.rules.presence import Handover, Presence, Seats
 from torchtitan_diloco.islands.rules.rounds import Round, Speeds, WaitingPart
 from torchtitan_diloco.islands.rules.writer import Uploads, Writer
 
-COPY_VERSIONS, COPY_SECONDS = 8, 600.0
-"""A copy is written if one is requested that is this many versions newer, or after this time."""
 WRONG_IN_A_ROW = 16
 """Number of wrong parts of an island in a fragment, without a good one, after which rounds do not
 wait for it."""
@@ -59,28 +58,32 @@ class Syncer:
         """Lead, starting from the newest decision. `wall`: time of day in seconds."""
         self.session = session
         self.presence = Presence()
-        self.news = list[str]()
-        """Messages for users."""
+        self.news = News()
         self.is_stopping = False
         self.uploads = Uploads()
         self.rounds = list[Round]()
-        self._now, self._began, self._wall, self._age = now, now, wall, 0.0
+        self._now = now
+        self._began = now
+        self._wall = wall
+        self._age = 0.0
         self._jobs = list[Job]()
         self._writer = Writer(decision, now)
         self._founders = Founders(self.presence)
-        self._is_asked = False  # for newer copies
         self._away = set[str]()  # owners that are silent
         self._changes = Changes()
         self._is_recording = False
         self.state = decision
         if decision is not None:
             if not decision.is_founded:  # its copies are to be fetched again
-                decision.fragments, decision.slots = [], []
+                decision.fragments = []
+                decision.slots = []
             self._begin(decision)
 
     def _begin(self, state: Decision) -> None:
         self.state = state
-        state.session, state.stopped, state.writing = self.session, False, []
+        state.session = self.session
+        state.stopped = False
+        state.writing = []
         away = self._wall - state.written if state.written else 0.0
         self._age = max(self._age, state.age + min(max(0.0, away), YEARS))
         fragments = range(len(state.fragments))
@@ -89,7 +92,7 @@ class Syncer:
         self.seats = Seats(state, self.presence, self._is_busy)
         self._loads = list[Job]()  # after a takeover, until something is to be merged
         self._loaded = set[int]()
-        self._copied_at = dict.fromkeys(fragments, self._now)
+        self._copies = Copies(fragments, self._now)
         self._checksums = dict[int, str]()  # of the versions that are being uploaded
         self._wrong = dict[tuple[str, int], int]()
         self._speeds = Speeds()
@@ -129,27 +132,24 @@ class Syncer:
         try:
             note = decode_note(raw)
         except MalformedError as error:
-            self._say(f"island {incarnation}: {error}")
+            self.news.say(f"island {incarnation}: {error}")
             return
         if not self.presence.hear(incarnation, note, self._owners()):
             return
         if self.state is None or not self.state.is_founded:
             return
-        self._is_asked = self._is_asked or note.needs_copies
+        self._copies.is_asked |= note.needs_copies
         slot = self.state.slot_of(incarnation)
         if slot is not None and self.state.told.get(incarnation) != BARRED:
             self._read_parts(incarnation, slot, note, self._read_phases(slot, note))
-
-    def _say(self, line: str) -> None:
-        if line not in self.news[-8:]:
-            self.news.append(line)
 
     def _read_phases(self, number: int, note: Note) -> int:
         """Record, once, where the stream of a slot has entered phases of the data. Return the first
         position that is not recorded, at which parts have to end: the order of samples would differ
         between owners."""
         assert self.state is not None
-        slot, settings = self.state.slots[number], self.state.settings
+        slot = self.state.slots[number]
+        settings = self.state.settings
         most = max(most_samples(settings, ledger, self.age()) for ledger in slot.ledgers)
         for position in note.entered[len(slot.entered) :]:
             least = max([slot.furthest, *slot.entered])
@@ -192,7 +192,7 @@ class Syncer:
         self.state.history.add_left_out(incarnation, is_lost=fate.is_lost)
         what = f"fragment {part.fragment}, part {part.number} of island {incarnation}"
         remedy = ": if it is that fast, raise `fastest`" if fate is Fate.TOO_LONG else ""
-        self._say(f"{what} is left out: {fate.words}{remedy}")
+        self.news.say(f"{what} is left out: {fate.words}{remedy}")
         if fate.is_lost:
             key = incarnation, part.fragment
             self._wrong[key] = self._wrong.get(key, 0) + 1
@@ -213,7 +213,8 @@ class Syncer:
     def choose_changes(self, names: Collection[str]) -> list[str]:
         """Return which of all listed changes to read. Those that are done are deleted once the
         decision that says so counts."""
-        state, committed = self.state, self.committed
+        state = self.state
+        committed = self.committed
         if state is None or committed is None or not state.is_founded:
             return []
         if done := tuple(name for name in names if name in committed.done):
@@ -226,10 +227,11 @@ class Syncer:
             return
         change = self._changes.make(self.state, name, raw)
         if isinstance(change, str):
-            self._say(f"change {name}: {change}")
+            self.news.say(f"change {name}: {change}")
         elif change is not None:
-            who, what = name.rpartition("/")[2], describe(change)
-            self._say(f"change {name}: {what}")
+            who = name.rpartition("/")[2]
+            what = describe(change)
+            self.news.say(f"change {name}: {what}")
             self.state.history.note(self.age(), EventKind.CHANGED, who, what)
 
     # --- found ------------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ class Syncer:
         try:
             self._founders.hear(incarnation, raw)
         except MalformedError as error:
-            self._say(f"island {incarnation}: {error}")
+            self.news.say(f"island {incarnation}: {error}")
 
     def _find_founder(self) -> None:
         """Name a founder, and look for its copies once this decision counts."""
@@ -251,15 +253,8 @@ class Syncer:
             return
         if founder != current:
             founding = self._founders.founding_of(founder)
-            self.state = Decision(
-                protocol=PROTOCOL,
-                number=self._writer.number + 1,
-                session=self.session,
-                run=founding.run,
-                settings=founding.settings,
-                founder=founder,
-            )
-            self._say(f"island {founder} founds run {founding.run}")
+            self.state = founding.name_founder(self._writer.number + 1, self.session, founder)
+            self.news.say(f"island {founder} founds run {founding.run}")
         if self.committed is None or self.committed.founder != founder:
             return
         to_adopt = self._founders.adopt_if_due(founder, self._now)
@@ -299,7 +294,8 @@ class Syncer:
             self._checksums[fragment] = checksum
             self.uploads.prepare(VERSION, fragment, version)
             return
-        parts, self.rounds[fragment].merging = self.rounds[fragment].merging, []
+        parts = self.rounds[fragment].merging
+        self.rounds[fragment].merging = []
         for one in parts:
             self._refuse(one.incarnation, one.slot, one.part, Fate.NOT_FINITE)
 
@@ -323,12 +319,15 @@ class Syncer:
     def _publish(self, shared: SharedFragment, stored: Object) -> None:
         """Name a version, and announce the next one, so that its upload waits for no decision."""
         assert self.state is not None
-        number, current = stored.fragment, self.rounds[stored.fragment]
-        checksum, before = self._checksums.pop(number), shared.version
+        number = stored.fragment
+        current = self.rounds[stored.fragment]
+        checksum = self._checksums.pop(number)
+        before = shared.version
         shared.kept.append(Kept(stored.version, checksum, stored.number))
         shared.version = stored.version
         for one in current.merging:
-            part, ledger = one.part, self.state.slots[one.slot].ledgers[number]
+            part = one.part
+            ledger = self.state.slots[one.slot].ledgers[number]
             self._speeds.measure(one.incarnation, part, self.presence.listened)
             self._decide(ledger, Fate.MERGED, part.number, part.end)
             ledger.version = shared.version
@@ -337,7 +336,8 @@ class Syncer:
             if self.state.told.get(one.incarnation) == SICK:
                 del self.state.told[one.incarnation]
             self.seats.note_merged(one.incarnation)
-            note, is_late = self.presence.note_of(one.incarnation), part.base < before
+            note = self.presence.note_of(one.incarnation)
+            is_late = part.base < before
             self.state.history.add_merged(one.incarnation, part.weight, note, late=is_late)
         current.note_merged()
         self.uploads.plan(VERSION, number, shared.version + 1)
@@ -382,7 +382,8 @@ class Syncer:
             self._find_founder()
         if self.state is not None:
             self._write(self.state)
-        jobs, self._jobs = self._jobs, []
+        jobs = self._jobs
+        self._jobs = []
         return jobs
 
     def _lead(self, state: Decision) -> None:
@@ -398,7 +399,7 @@ class Syncer:
                 if self._is_settled(one) and one.close_if_due(self._now):
                     self._merge(one)
             self._copy_if_due(one.shared, one.fragment)
-        self._is_asked = False
+        self._copies.is_asked = False
         ready = {owner for one in self.rounds for owner in one.ready().values()}
         state.ready = [owner for owner in state.owners() if owner in ready]
         self._look_at_owners(state)
@@ -416,11 +417,12 @@ class Syncer:
         return one.fragment in self._loaded and committed.version == one.shared.version
 
     def _note_handover(self, state: Decision, handover: Handover) -> None:
-        before, after = handover.before, handover.after
+        before = handover.before
+        after = handover.after
         if after is not None:
             for one in self.rounds:
                 one.began[after] = one.shared.version
-        self._say(f"slot {handover.slot}: {after or 'free'}")
+        self.news.say(f"slot {handover.slot}: {after or 'free'}")
         is_evicted = state.told.get(before or "") == BARRED
         state.history.note_handover(self.age(), before, after, is_evicted=is_evicted)
 
@@ -435,7 +437,8 @@ class Syncer:
     def _merge(self, one: Round) -> None:
         """Merge the parts of a closed round, if there are any."""
         if one.merging:
-            version, parts = one.shared.version + 1, tuple(one.merging)
+            version = one.shared.version + 1
+            parts = tuple(one.merging)
             clock = one.shared.clock + sum(merged.part.weight for merged in parts)
             self._jobs.append(MergeParts(one.fragment, version, parts, one.weight_of_all, clock))
 
@@ -446,13 +449,8 @@ class Syncer:
             return
         if any(self.uploads.is_under_way(kind, number) for kind in (COPY, OUTER)):
             return
-        settings, behind = self.state.settings, shared.version - shared.copies[-1].version
-        is_due = behind >= settings.copies_every
-        is_due |= behind >= COPY_VERSIONS and self._is_asked
-        is_due |= behind > 0 and self._now - self._copied_at[number] > COPY_SECONDS
-        is_due |= behind > 0 and shared.clock >= settings.total_tokens
-        if is_due:
-            self._copied_at[number] = self._now
+        if self._copies.is_due(number, shared, self.state.settings, self._now):
+            self._copies.note_begun(number, self._now)
             self.uploads.plan(COPY, number, shared.version)
             self.uploads.plan(OUTER, number, shared.version)
             self._jobs.append(Snapshot(number, shared.version))
@@ -460,7 +458,8 @@ class Syncer:
     def _end(self, state: Decision) -> None:
         """End the run once it has all tokens and its final copies. A change of the total undoes
         this. A stop in order publishes what is being merged."""
-        total, was_ended = state.settings.total_tokens, state.ended
+        total = state.settings.total_tokens
+        was_ended = state.ended
         state.ended = all(
             one.clock >= total and one.copies[-1].version == one.version for one in state.fragments
         )

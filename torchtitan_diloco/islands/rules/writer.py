@@ -99,9 +99,12 @@ class Writer:
             self.committed = decode_decision(encode_decision(decision), decision.number)
         self.is_writing = False
         self._next: Decision | None = None
-        self._began, self._written_at = now, -math.inf
-        self._saved, self._saved_at = math.inf, now
-        self._size, self._body = 0, b""
+        self._began = now
+        self._written_at = -math.inf
+        self._saved = math.inf
+        self._saved_at = now
+        self._size = 0
+        self._body = b""
         self._recent = deque[tuple[float, int]]()  # when own decisions began to count
 
     @property
@@ -129,7 +132,9 @@ class Writer:
         if body == self._body and now - self._written_at < DECISION_SECONDS:
             return None
         self._saved -= least
-        self._body, self.is_writing, self._written_at = body, True, now
+        self._body = body
+        self.is_writing = True
+        self._written_at = now
         content = encode_decision(state)
         self._size = len(content)
         self._next = decode_decision(content, state.number)
@@ -141,7 +146,9 @@ class Writer:
         assert self._next is not None
         before = set[str]() if self.committed is None else self.committed.names
         dropped = before - self._next.names
-        self.committed, self._next, self.is_writing = self._next, None, False
+        self.committed = self._next
+        self._next = None
+        self.is_writing = False
         self._recent.append((now, self.number))
         return tuple(sorted(dropped))
 
@@ -154,12 +161,16 @@ class Writer:
         Nothing is if the last decision that counts is not listed: the store was restored to an
         older copy, whose decisions name other objects.
         """
-        decision, oldest = self.committed, self._oldest_kept(now)
+        decision = self.committed
+        oldest = self._oldest_kept(now)
         if decision is None or run_name(decision.number) not in names:
             return []
-        known, owners, found = decision.names, set(decision.owners()), list[str]()
+        known = decision.names
+        owners = set(decision.owners())
+        found = list[str]()
         for name in names:
-            incarnation, number = incarnation_of(name), run_number(name)
+            incarnation = incarnation_of(name)
+            number = run_number(name)
             if name.startswith(FOUND):
                 is_old = decision.is_founded
             elif incarnation is not None:
