@@ -273,9 +273,9 @@ def test_one_statement_is_on_a_line() -> None:
     for folder in ("torchtitan_diloco", "benchmarks", "tests", "examples", "docs"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
             nodes = ast.walk(tree(path))
-            bodies = (getattr(node, field, None) for node in nodes for field in ("body", "orelse"))
-            for body in bodies:
-                for node in body if isinstance(body, list) else []:
+            bodies = [getattr(node, field, []) for node in nodes for field in ("body", "orelse")]
+            for body in (body for body in bodies if isinstance(body, list)):
+                for node in body:
                     if isinstance(node, ast.Assign) and not is_explained(node, body):
                         where = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
                         assert not packs_statements(node), f"{where}: give each its own line"
