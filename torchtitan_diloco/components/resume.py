@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.messages import broadcast_object, gather_objects
-from torchtitan_diloco.base.tensors import local_of
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint import (
     MODEL,
@@ -40,6 +38,7 @@ from torchtitan_diloco.components.checkpoint_folder import (
     folder_of_worker,
     read_manifest,
 )
+from torchtitan_diloco.components.new_workers import copy_to_others, describe_changed_workers
 from torchtitan_diloco.components.saved_tensors import SavedTensors, TensorShapes
 from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.data.mixture import SavedPosition
@@ -50,7 +49,7 @@ from torchtitan_diloco.diloco.state_dict import (
     write_shared,
 )
 from torchtitan_diloco.distributed.collectives import on_all_ranks
-from torchtitan_diloco.distributed.world import WORKER, World
+from torchtitan_diloco.distributed.world import World
 
 NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "price.", "profiling.")
 
@@ -364,7 +363,7 @@ def _load_tensors(
     # All wait for the slowest disk here, as groups between workers wait only as long as for a link.
     on_all_ranks(world.saving, partial(_fill, tensors, files, world))
     if len(readers) < world.workers:
-        _copy_to_others(tensors, world, readers)
+        copy_to_others(tensors, world, readers)
     notes = list[str]()
     if new := drop_state(state.model, state.optimizer, saved=shapes):
         notes.append(f"{new} tensors of the optimizer are not in the checkpoint and begin anew")
@@ -378,7 +377,7 @@ def _load_tensors(
         write_shared(state.model, saved)
     notes += outer.load_state(saved)
     if streaming and not is_island:
-        notes += _changed_workers(manifest.workers, now=world.workers, readers=readers)
+        notes += describe_changed_workers(manifest.workers, now=world.workers, readers=readers)
     return notes
 
 
@@ -422,35 +421,6 @@ def _load_random_states(files: SavedTensors, world: World) -> None:
                 torch.cuda.set_rng_state(state)
             else:
                 torch.set_rng_state(state)
-
-
-def _copy_to_others(tensors: Mapping[str, Tensor], world: World, readers: Sequence[int]) -> None:
-    """Copy the state of the first worker that has read it to those that have not."""
-    group = world.group(WORKER)
-    device = world.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    for name, tensor in sorted(tensors.items()):
-        local = local_of(tensor)
-        if local.numel() and not name.startswith(SENT):
-            sent = local.to(device, copy=True).contiguous()
-            dist.broadcast(sent, group_src=readers[0], group=group)
-            if world.worker not in readers:
-                local.copy_(sent)
-
-
-def _changed_workers(before: int, now: int, readers: Sequence[int]) -> list[str]:
-    """Return what a run loses or copies that has other workers than its checkpoint."""
-    notes = list[str]()
-    if before > now:
-        notes.append(
-            f"{before} workers are now {now}: what those from {now} on had not sent yet is left "
-            "behind"
-        )
-    if new := [worker for worker in range(now) if worker not in readers]:
-        notes.append(
-            f"workers {new} have no checkpoint: they get a copy from worker {readers[0]}, with the "
-            "shared parameters"
-        )
-    return notes
 
 
 def changed_settings(before: str, now: str, ignored: tuple[str, ...] = NOT_COMPARED) -> list[str]:

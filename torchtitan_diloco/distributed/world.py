@@ -61,6 +61,8 @@ class World:
     is not used for communication."""
     streams: int = 1
     """TCP streams of the group between workers, from this rank to each other worker."""
+    timeout_seconds: float = Link.timeout_seconds
+    """Time within which a message of another worker must arrive."""
 
     @property
     def liveness(self) -> Liveness:
@@ -200,6 +202,7 @@ def join_world(
         saving=saving,
         host_mesh=DeviceMesh.from_group(shards, "cpu", mesh=row, mesh_dim_names=(FSDP,)),
         streams=streams,
+        timeout_seconds=link.timeout_seconds,
     )
 
 
