@@ -129,6 +129,36 @@ def test_a_full_memory_in_a_save_is_no_lost_rank_where_it_is_full(
     assert re.search(r"^(rank|worker) 1 .* left or did not answer in time .*in a save", lost), lost
 
 
+def _cannot_complete(folder: Path) -> tuple[str, list[int], str]:
+    """Return why two saves failed of which worker 1 cannot complete the second, and what each
+    worker has."""
+    world = join_world(Distributed(), Link(), device="cpu", workers=2, fsdp=0)
+    folder /= f"worker-{world.worker}"
+    saver = Checkpointer(Checkpoint(), folder, world, toy_state(), about=EMPTY)
+    saver._writes = True  # as with an outer loop
+    saver._is_first = True
+    saver.save(step=1, tokens=2, position=None)
+    saver.wait()
+    before = saver.failure
+    with pytest.MonkeyPatch.context() as patch:
+        if world.worker == 1:
+            patch.setattr(checkpoint, "complete", Mock(side_effect=OSError("no room")))
+        saver.save(step=2, tokens=4, position=None)
+        saver.wait()
+    saver.close()
+    return before, saved_steps(folder), saver.failure
+
+
+def test_a_save_that_one_worker_cannot_complete_leaves_nothing_on_others(
+    processes: ProcessPool, tmp_path: Path
+) -> None:
+    for before, steps, failure in processes.run(_cannot_complete, 2, tmp_path):
+        assert before == ""
+        assert steps == [1]
+        assert "no room" in failure
+    assert not list(tmp_path.rglob("*.incomplete"))
+
+
 def test_a_save_by_time_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The other ranks agree some steps later."""
     now = [1000.0]

@@ -15,7 +15,6 @@ read wrongly, raise VERSION.
 """
 
 import json
-import shutil
 import time
 import zlib
 from collections.abc import Callable, Container, Mapping, Sequence, Set
@@ -46,6 +45,7 @@ from torchtitan_diloco.components.checkpoint_folder import (
     checkpoint_path,
     complete,
     crc_of,
+    discard,
     incomplete,
     prune,
 )
@@ -403,7 +403,7 @@ class Checkpointer:
             on_all(lambda: complete(path, text) if self._is_first else None)
         except (ValueError, OSError) as error:
             if path in self._begun:
-                shutil.rmtree(incomplete(path), ignore_errors=True)
+                discard(path)  # also if only this worker could complete it
             if world.is_first:
                 logger.error(f"{what} could not be saved: {error}; earlier ones are untouched")
             return str(error)

@@ -186,6 +186,13 @@ def complete(path: Path, manifest: str) -> None:
     flush_to_disk(path.parent)
 
 
+def discard(path: Path) -> None:
+    """Delete a checkpoint, whether it is complete or not, as far as that is possible."""
+    with suppress(OSError):  # a folder that is half deleted is no checkpoint
+        path.rename(incomplete(path))
+    shutil.rmtree(incomplete(path), ignore_errors=True)
+
+
 def prune(
     folder: Path,
     keep_latest: int,
@@ -198,6 +205,4 @@ def prune(
     for path in complete_checkpoints(folder)[:-keep_latest]:
         may_delete = path not in held and (only is None or path in only)
         if may_delete and (not keep_every or step_of(path) % keep_every):
-            with suppress(OSError):  # the next one may work
-                path.rename(incomplete(path))  # a folder that is half deleted is no checkpoint
-                shutil.rmtree(incomplete(path))
+            discard(path)
