@@ -120,6 +120,7 @@ class JobCourse:
             reports=world.reports,
             total_steps=self._plan.schedule_steps,
             scheduled_step=self._plan.scheduled_step,
+            step_at=self._plan.step_at,
             seed=self._config.run.seed,
             streams=world.streams,
         )

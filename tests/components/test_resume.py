@@ -416,20 +416,24 @@ def test_schedules_follow_the_tokens_when_the_batch_changes(text: Path, tmp_path
     assert changed == pytest.approx({tokens: whole[tokens] for tokens in changed})
 
 
-def test_a_smaller_batch_in_the_beginning_leaves_the_outer_learning_rate_alone(
-    text: Path, tmp_path: Path
+@pytest.mark.parametrize(("length", "steps"), [(10, 10), (0.75, 16)])
+def test_a_beginning_that_is_a_share_follows_the_tokens_when_the_batch_changes(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, length: float, steps: int
 ) -> None:
-    """The beginning is in steps of the run, and what follows it, too."""
+    """One of so many steps is in steps of the run. The outer learning rate is that after it."""
     base = {
         "training.steps": 0,
         "training.tokens": STEPS * 12 * 32,
         "validation.every": 0,
         "diloco.method": "streaming",
         "diloco.sync_every": 4,
-        "diloco.beginning.length": 10,
+        "diloco.beginning.length": length,
     }
     run(chosen(text, tmp_path / "run", **base, **{"training.stop_after": 8}))
+    caplog.set_level("INFO", "torchtitan_diloco")
+    caplog.clear()
     run(chosen(text, tmp_path / "run", **base, **{"training.global_batch_size": 6}))
+    assert f"in the first {steps} steps every 2 steps" in caplog.text
     saved = read_manifest(last(tmp_path / "run"))
     assert saved.step == 24
     assert saved.tokens == STEPS * 12 * 32

@@ -88,6 +88,27 @@ def test_schedules_do_not_jump_however_often_the_batch_changes(
         now = following
 
 
+@given(
+    sizes=st.lists(batches, min_size=2, max_size=5),
+    place=st.floats(0, 80),
+)
+def test_a_place_in_the_schedules_is_found_again(sizes: list[int], place: float) -> None:
+    """It is that of the last step up to it, also before the last start."""
+    now = plan(sizes[0])
+    step = 0
+    for size in sizes[1:]:
+        step += 24 // now.tokens_per_step
+        now = plan(size, before=now, step=step)
+    places = [now.scheduled_step(number) for number in range(now.total_steps + 1)]
+    assert places == sorted(places)
+    step_here = now.step_at(place)
+    if step_here >= step:
+        assert places[step_here] <= place + 1e-5
+        assert step_here == now.total_steps or place < places[step_here + 1] + 1e-5
+    for number in range(step, now.total_steps):
+        assert now.step_at(places[number]) == number
+
+
 @pytest.mark.parametrize("tokens", [TOKENS, 0])
 def test_steps_are_scheduled_as_they_are_counted_without_a_change(tokens: int) -> None:
     """And in a run that is measured in steps, also with another batch."""

@@ -33,6 +33,8 @@ from torchtitan_diloco.distributed.world import World
 
 MANY_EPOCHS = 4
 """Times that text can be repeated before it helps much less than new text (arXiv 2305.16264)."""
+ROUNDING = 1e-6
+"""Part of a step that a place in the schedules may lack, as it is no exact number."""
 PARAMETER_BYTES = 4
 GRADIENT_BYTES = 4
 
@@ -70,7 +72,18 @@ class RunPlan:
         """Return the place of a step in schedules of `schedule_steps` steps."""
         if not self.schedule_tokens:
             return step
+        if step < self.start_step:  # steps had these tokens before the first change
+            return min(step, self.start_tokens / self.schedule_tokens)
         return min(self.tokens_at(step) / self.schedule_tokens, self.schedule_steps)
+
+    def step_at(self, place: float) -> int:
+        """Return the last step that has at most this place in the schedules."""
+        if not self.schedule_tokens:
+            return int(place)
+        tokens = place * self.schedule_tokens - self.start_tokens
+        if tokens < 0:
+            return min(int(place), self.start_step)
+        return self.start_step + math.floor(tokens / self.tokens_per_step + ROUNDING)
 
 
 def plan_run(

@@ -110,8 +110,7 @@ class RunTraffic:
         """Bytes that a worker of a job sends from the first step on."""
         if self.diloco.method == "none":
             return (self.steps - self.first_step) * self._gradient_bytes
-        beginning = self.diloco.beginning.in_steps(self.steps)
-        schedule = build_schedule(replace(self.diloco, beginning=beginning), len(self.fragments))
+        schedule = build_schedule(self.diloco, len(self.fragments))
         total = 0
         for fragment, values in enumerate(self.fragments):
             before = schedule.outer_round(fragment, self.first_step)
@@ -152,7 +151,7 @@ def traffic_of(config: Config, plan: "RunPlan", model: nn.Module) -> RunTraffic:
     has_outer_loop = config.diloco.method != "none"
     fragments = build_fragments(model, config.diloco.fragments) if has_outer_loop else ()
     return RunTraffic(
-        diloco=config.diloco,
+        diloco=config.diloco.in_steps(plan.schedule_steps, plan.step_at),
         fragments=[fragment.parameters for fragment in fragments],
         parameters=plan.parameters,
         workers=config.workers,

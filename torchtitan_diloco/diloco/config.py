@@ -182,18 +182,20 @@ class DiLoCoConfig(Section):
     quantization: Quantization = field(default_factory=Quantization)
     link: Link = field(default_factory=Link)
 
-    def in_steps(self, total_steps: int) -> "DiLoCoConfig":
-        """Return the same settings with all lengths in steps, for a run of `total_steps` steps."""
+    def in_steps(self, total_steps: int, step_at: Callable[[float], int] = int) -> "DiLoCoConfig":
+        """Return the same settings with all lengths in steps, for a run of `total_steps` steps.
+
+        `step_at`: returns the step with a place in these steps, if those of the run have other
+        sizes. It is used for a beginning that is a share of the run.
+        """
+        beginning = self.beginning.in_steps(total_steps)
+        if 0 < self.beginning.length < 1:
+            beginning = replace(beginning, length=step_at(beginning.length))
         return replace(
             self,
-            beginning=self.beginning.in_steps(total_steps),
+            beginning=beginning,
             outer_optimizer=self.outer_optimizer.in_steps(total_steps),
         )
-
-    def outer_lr_after(self, step: float) -> float:
-        """Return the outer learning rate for deltas that are taken after this step, which is past
-        the beginning. Lengths are in steps."""
-        return self.outer_optimizer.lr_after(step - int(self.beginning.length))
 
 
 MAY_DIFFER = {"diloco.link.interface"}

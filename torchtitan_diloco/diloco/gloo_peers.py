@@ -50,6 +50,7 @@ class GlooPeers(Peers):
         reports: GlooReports | None = None,
         total_steps: int = 0,
         scheduled_step: Callable[[int], float] = int,
+        step_at: Callable[[float], int] = int,
         seed: int = 0,
         streams: int | None = None,
     ) -> None:
@@ -60,6 +61,7 @@ class GlooPeers(Peers):
                 group of its own.
             scheduled_step: returns the place of a step in a run of `total_steps` steps, for what
                 changes with the progress of the run. Default: the step itself.
+            step_at: returns the last step with at most this place.
             streams: TCP connections that the group has to each other worker. Default: 1, of a
                 group that was made without `link.interface` and `link.streams`, which must not be
                 set then.
@@ -71,6 +73,7 @@ class GlooPeers(Peers):
         self._is_made_elsewhere = streams is None
         self._total_steps = total_steps
         self._scheduled_step = scheduled_step
+        self._step_at = step_at
         self._seed = seed
         self._in_flight: dict[int, InFlight] = {}
         """Exchanges in flight by fragment, in the order of their sends."""
@@ -123,7 +126,7 @@ class GlooPeers(Peers):
             reason = 'cannot send from host memory: pass dist.new_group(ranks, backend="gloo")'
             mistakes.append(("group", reason))
         raise_mistakes(mistakes, diloco=config)
-        return config.in_steps(self._total_steps)
+        return config.in_steps(self._total_steps, self._step_at)
 
     def _agree(
         self, model: nn.Module, fragments: Sequence[Fragment], config: DiLoCoConfig
@@ -331,10 +334,7 @@ class GlooPeers(Peers):
         round_.weight = headers[worker].weight
         round_.flags = headers[worker].flags
         round_.participants = sum(header.weight > 0 for header in headers)
-        sent_step: float = round_.sent_step
-        if not loop.config.beginning.length:  # which is in steps of the run, and so its end
-            sent_step = self._scheduled_step(round_.sent_step)
-        lr = None if average else loop.config.outer_lr_after(sent_step)
+        lr = None if average else self._outer_lr(round_.sent_step)
         with state.background():
             if round_.participants:
                 round_.numbers |= state.advance(lr, measured=measured)
@@ -342,6 +342,13 @@ class GlooPeers(Peers):
                 state.keep_copy()
         round_.ready = time.perf_counter()
         self._left_out.note(headers, loop.config.delta_norm_limit)
+
+    def _outer_lr(self, step: int) -> float:
+        """Return the outer learning rate for deltas that are taken after this step, which is past
+        the beginning."""
+        config = self._loop.config
+        begun = self._scheduled_step(int(config.beginning.length))
+        return config.outer_optimizer.lr_after(self._scheduled_step(step) - begun)
 
     # --- restart ----------------------------------------------------------------------------------
 
