@@ -111,6 +111,22 @@ def test_old_copies_are_deleted_as_local_ones_are(tmp_path: Path) -> None:
     assert left == {copy.name for copy in copies.whole()}, "nothing is left of the others"
 
 
+def test_copies_of_workers_that_the_run_no_longer_has_are_deleted(tmp_path: Path) -> None:
+    copies = copies_in(tmp_path / "mirror")
+    for step, workers in ((2, 3), (4, 3), (6, 1), (8, 1)):
+        for worker in range(workers):
+            folder = folder_of_worker(tmp_path, worker)
+            path = write_checkpoint(folder, step, save=step, workers=workers)
+            copies.save(path, worker, TOKEN)
+        for worker in range(workers):
+            copies.prune(worker, step, keep_latest=2, keep_every=0, workers=workers)
+        there = {file.parent.name for file in (tmp_path / "mirror").rglob("rank-0*")}
+        assert there == {copy.name for copy in copies.whole()[-2:]}
+    assert {file.parent.parent.name for file in (tmp_path / "mirror").rglob("rank-0*")} == {
+        "worker-0"
+    }
+
+
 def test_a_copy_that_lacks_a_worker_neither_counts_nor_pushes_others_out(tmp_path: Path) -> None:
     copies = copies_in(tmp_path / "mirror")
     for step in (2, 4, 6, 8):

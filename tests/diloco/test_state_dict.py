@@ -205,6 +205,36 @@ def test_a_saved_state_starts_other_loops_and_not_other_models() -> None:
         StreamingDiLoCo(model, None, config(2)).load_state(saved)
 
 
+def test_what_had_arrived_is_in_a_model_without_an_outer_loop() -> None:
+    outer, model, optimizer = alone(config(2, delay=5))
+    train(outer, model, optimizer, range(1, 14))
+    saved = outer.saved_state()
+    arrived = saved.kind("next")
+    assert arrived
+    following = Net()
+    DataParallel(following).load_state(saved)
+    expected = saved.kind("outer") | arrived
+    assert_same(dict(following.named_parameters()), expected)
+
+
+def test_an_outer_optimizer_whose_state_was_not_saved_counts_its_steps_anew() -> None:
+    """As that of an island is not: the numbers of the syncer are in the store."""
+    chosen = config(2, name="adam", lr=0.1)
+    outer, model, optimizer = alone(chosen)
+    train(outer, model, optimizer, range(1, 14))
+    saved = outer.saved_state()
+    assert any(fragment.optimizer_steps for fragment in saved.facts.fragments)
+    kept = {"outer", "next"}
+    saved.tensors = {
+        name: value for name, value in saved.tensors.items() if name.split("/")[0] in kept
+    }
+    resumed, _, _ = alone(chosen)
+    assert "starts from zero" in "".join(resumed.load_state(saved))
+    facts = resumed.saved_state().facts
+    assert not any(fragment.optimizer_steps for fragment in facts.fragments)
+    assert resumed.load_state(outer.saved_state()) == []
+
+
 def test_what_is_no_saved_state_is_refused() -> None:
     outer, _, _ = alone(config(2))
     saved = outer.state_dict()

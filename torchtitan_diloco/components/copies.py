@@ -13,7 +13,7 @@ the run that the manifest of the newest whole one names.
 import re
 import shutil
 import zlib
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -119,13 +119,18 @@ class Copies:
 
     def whole(self) -> list[Copy]:
         """Return the copies that all their workers have completed, oldest first."""
+        listed = self._listed().items()
+        return sorted(copy for copy, workers in listed if len(workers) == copy.workers)
+
+    def _listed(self) -> dict[Copy, set[str]]:
+        """Return the names of the workers that have completed their part of each copy."""
         workers: dict[Copy, set[str]] = {}
         for entry in self._store.list(f"{self._prefix}copy/"):
             name, _, worker = entry.name.removeprefix(f"{self._prefix}copy/").partition("/")
             copy = Copy.parse(name)
             if copy is not None and re.fullmatch(r"worker-\d+", worker):
                 workers.setdefault(copy, set()).add(worker)
-        return sorted(copy for copy, there in workers.items() if len(there) == copy.workers)
+        return workers
 
     def newest_manifest(self) -> Manifest | None:
         """Return the manifest of the newest whole copy, or of the newest whose manifest can be
@@ -140,12 +145,24 @@ class Copies:
             raise DamagedObjectError(f"{self.location}: no copy has a manifest that can be read")
         return None
 
-    def prune(self, worker: int, step: int, keep_latest: int, keep_every: int) -> None:
+    def prune(
+        self, worker: int, step: int, keep_latest: int, keep_every: int, *, workers: int = 0
+    ) -> None:
         """Delete a worker's copies of steps before this one, but the latest whole ones and those at
-        steps to keep. Copies that were broken off have no end, and are deleted, too."""
+        steps to keep. Copies that were broken off have no end, and are deleted, too.
+
+        `workers`: of the run now. Its first one also deletes those of workers that it had before.
+        """
         older = [copy for copy in self.whole() if copy.step <= step]
         kept = {*older[-keep_latest:]}
         kept |= {copy for copy in older if keep_every and copy.step % keep_every == 0}
+        self._prune(worker, older, kept)
+        if worker == 0 and workers > 0:
+            most = max((copy.workers for copy in self._listed()), default=workers)
+            for former in range(workers, most):
+                self._prune(former, older, kept)
+
+    def _prune(self, worker: int, older: Sequence[Copy], kept: Set[Copy]) -> None:
         folder = f"{self._prefix}worker-{worker}/"
         doomed: dict[Copy, list[str]] = {}
         for entry in self._store.list(folder):

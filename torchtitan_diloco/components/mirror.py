@@ -368,7 +368,6 @@ class Mirror:
         self._begun = path
         started = time.monotonic()
         step = step_of(path)
-        config = self._config
         worker = self._world.worker
         try:
             if self._copies is None:
@@ -379,9 +378,7 @@ class Mirror:
                 self._is_claimed = True
             size = self._copies.save(path, worker, self._token)
             self._newest = step
-            self._copies.prune(
-                worker, step, keep_latest=config.keep_latest, keep_every=config.keep_every
-            )
+            self._prune(self._copies, step)
         except Exception as error:  # whatever it is, training goes on
             self._taken_over = isinstance(error, TakenOverError)
             self._failed += 1
@@ -393,6 +390,15 @@ class Mirror:
             self._is_said = False
             seconds = brief(time.monotonic() - started)
             logger.info(f"mirror: step {step}, {size / 1e6:,.1f} MB in {seconds}{again}")
+
+    def _prune(self, copies: Copies, step: int) -> None:
+        copies.prune(
+            self._world.worker,
+            step,
+            keep_latest=self._config.keep_latest,
+            keep_every=self._config.keep_every,
+            workers=self._world.workers,
+        )
 
     def _note_failure(self, problem: str, *, says: bool = True) -> None:
         self._problem = problem
@@ -435,15 +441,8 @@ class Mirror:
                     f"{report} ({self._failed} failed, {self._skipped} skipped while it was busy)"
                 )
         elif not problems and self._is_first and self._copies is not None and last is not None:
-            config = self._config
-            worker = self._world.worker
             try:  # now that this copy is whole
-                self._copies.prune(
-                    worker,
-                    step_of(last),
-                    keep_latest=config.keep_latest,
-                    keep_every=config.keep_every,
-                )
+                self._prune(self._copies, step_of(last))
             except StoreError as error:
                 logger.warning(f"mirror: old copies were not deleted: {error}")
 

@@ -49,7 +49,7 @@ class DataParallel:
 
     def load_state(self, saved: SavedState) -> list[str]:
         """Start from the shared parameters of a run with an outer loop."""
-        saving.write_shared(self._model, saved)
+        saving.write_shared(self._model, saved, ends_rounds=True)
         return [
             "the run no longer has an outer loop: the model starts from the shared "
             "parameters, and the optimizer from that of worker 0"

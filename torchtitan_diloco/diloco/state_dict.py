@@ -325,6 +325,13 @@ def load(
         notes.append(f"{OPTIMIZER} was {old} and is {new}: its state starts from zero")
         values |= {slot: {} for slot in config.outer_optimizer.rule.slots}
         fragments = [replace(fragment, optimizer_steps=0) for fragment in fragments]
+    elif any(
+        fragment.optimizer_steps and not values[slot]
+        for slot in states[0].slots
+        for fragment in fragments
+    ):
+        notes.append("the checkpoint has no state of the outer optimizer: it starts from zero")
+        fragments = [replace(fragment, optimizer_steps=0) for fragment in fragments]
     for index, (state, fragment) in enumerate(zip(states, fragments, strict=True)):
         for kind, buffer in buffers_of(state, in_flight=index in in_flight).items():
             if not values[kind]:  # what was not saved starts from zero
@@ -363,9 +370,12 @@ def differences(
 
 
 @torch.no_grad()
-def write_shared(model: nn.Module, saved: SavedState) -> None:
-    """Copy the shared parameters of a saved state to a model."""
+def write_shared(model: nn.Module, saved: SavedState, *, ends_rounds: bool = False) -> None:
+    """Copy the shared parameters of a saved state to a model. `ends_rounds`: also those of the
+    rounds in flight, which had arrived when the state was saved."""
     shared = saved.kind(SHARED)
+    if ends_rounds:
+        shared |= saved.kind(NEXT)
     for name, parameter in model.named_parameters():
         if name in shared:  # else it is frozen
             local_rows(name, parameter.detach()).copy_(local_rows(name, shared[name]))
