@@ -125,7 +125,7 @@ MUTATIONS = {
     ),
     "notes have counters": Mutation(
         Presence.hear,
-        "note.counter <= known.note.counter",
+        "note.counter <= member.note.counter",
         "False",
         test_syncer.test_an_older_note_that_lands_late_is_ignored,
     ),
@@ -183,7 +183,7 @@ MUTATIONS = {
     ),
     "a slot with a waiting part stays": Mutation(
         Round.is_busy,
-        "return slot in self.waiting or any(one.slot == slot for one in self.merging)",
+        "return slot in self.waiting or slot in {merged.slot for merged in self.merging}",
         "return False",
         test_syncer.test_a_slot_changes_hands_when_no_part_of_it_waits,
     ),
@@ -341,7 +341,7 @@ MUTATIONS = {
     ),
     "parameters are compared": Mutation(
         founding.check_run,
-        "own != shared.shapes",
+        "shapes_here != shared.shapes",
         "False",
         lambda: test_island_start.test_another_tokenizer_or_model_is_an_error_for_people(
             build_hand(), is_saved=True
@@ -377,7 +377,7 @@ MUTATIONS = {
     ),
     "a stop waits for what is merged": Mutation(
         Syncer._end,
-        " and not any(one.merging for one in self.rounds)",
+        " and not any(round_.merging for round_ in self.rounds)",
         "",
         test_syncer.test_a_stop_in_order_publishes_what_is_merged,
     ),
@@ -419,7 +419,7 @@ MUTATIONS = {
     ),
     "an early send fits": Mutation(
         OwnFragment._is_due,
-        "upload <= left < turn + upload",
+        "upload <= seconds_left < turn + upload",
         "True",
         test_island.test_it_sends_early_only_if_the_upload_fits_and_the_turn_does_not,
     ),
@@ -451,7 +451,7 @@ MUTATIONS = {
     ),
     "garbage has an old number": Mutation(
         names.is_garbage,
-        "found.number <= number and ",
+        "stored.number <= number and ",
         "",
         test_commit.test_only_what_is_old_and_not_named_is_garbage,
     ),

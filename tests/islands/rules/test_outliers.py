@@ -12,7 +12,7 @@ from torchtitan_diloco.islands.rules.decision import (
     Fate,
 )
 from torchtitan_diloco.islands.rules.rounds import VERSIONS_JUDGED_BY
-from torchtitan_diloco.islands.rules.syncer import WRONG_IN_A_ROW
+from torchtitan_diloco.islands.rules.wrong_parts import WRONG_IN_A_ROW
 
 
 def test_an_outer_step_that_is_not_finite_is_not_published() -> None:

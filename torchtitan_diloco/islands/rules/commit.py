@@ -79,11 +79,11 @@ def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
     name = run_name(number)
     before = run_name(number - 1)
     went_back = False
-    left = list[str]()
+    remaining = list[str]()
     while True:
         try:
             if went_back:
-                left = yield List(RUN)
+                remaining = yield List(RUN)
                 yield Delete(name)
                 break
             if not (yield Create(name, content)):
@@ -98,7 +98,7 @@ def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
             went_back = True
         except CallFailedError:
             yield Sleep(RETRY)
-    is_empty = all(other == name or run_number(other) is None for other in left)
+    is_empty = all(other == name or run_number(other) is None for other in remaining)
     kind = EmptiedError if is_empty else WentBackError
     raise kind(f"decision {number - 1} is no longer stored")
 

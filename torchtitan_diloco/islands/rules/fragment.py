@@ -156,24 +156,27 @@ class OwnFragment:
             for kept in shared.kept
             if kept.number
         }
-        found = list[Object]()
+        downloads = list[Object]()
         needed = [updates.get(version) for version in range(held + 1, shared.version + 1)]
         if held < 0 or any(update is None or update in self.missing for update in needed):
             copy = self._newest_copy()
             if copy.version > held:
-                found.append(copy)
+                downloads.append(copy)
                 held = copy.version
         for version in range(held + 1, shared.version + 1):
             if version not in updates:
                 break  # it is lost: a newer copy comes
             if version not in self.updates:
-                found.append(updates[version])
-        return found
+                downloads.append(updates[version])
+        return downloads
 
     def _newest_copy(self) -> Object:
         """Return the newest copy that is not missing. With the updates since, the older one of two
         is as good."""
-        copies = [Object(COPY, one.number, self.number, one.version) for one in self.shared.copies]
+        copies = [
+            Object(COPY, stored.number, self.number, stored.version)
+            for stored in self.shared.copies
+        ]
         return next((copy for copy in reversed(copies) if copy not in self.missing), copies[-1])
 
     def on_held(self, stored: Object, now: float) -> None:
@@ -255,8 +258,10 @@ class OwnFragment:
 
     def _apply(self, source: Object, mode: Mode, share: float = 0.0) -> Apply:
         self.applied = source.version
-        self.updates = {v: one for v, one in self.updates.items() if v > self.applied}
-        self.missing = {one for one in self.missing if one.version > self.applied}
+        self.updates = {
+            version: update for version, update in self.updates.items() if version > self.applied
+        }
+        self.missing = {stored for stored in self.missing if stored.version > self.applied}
         if self.copy is not None and self.copy.version <= self.applied:
             self.copy = None
         if mode in (Mode.TAKE, Mode.RESET):
@@ -315,10 +320,10 @@ class OwnFragment:
             return True
         if self.opened_at is None:
             return False
-        left = self.opened_at + island.grace - now
+        seconds_left = self.opened_at + island.grace - now
         upload = statistics.median(self.uploads) if self.uploads else 0.0
         turn = (self.turn - island.step) * island.step_seconds
-        return upload <= left < turn + upload
+        return upload <= seconds_left < turn + upload
 
     def waits_until(self, now: float) -> float | None:
         """Return until when training waits for the version with this island's part.

@@ -164,9 +164,9 @@ class History(msgspec.Struct, array_like=True):
             self.number += 1
 
 
-def encode_bin(one: Bin) -> bytes:
+def encode_bin(bin_: Bin) -> bytes:
     """Return the content of an object of the history. It is the same for each syncer."""
-    return zlib.compress(msgspec.json.encode(one), 6)
+    return zlib.compress(msgspec.json.encode(bin_), 6)
 
 
 def decode_bin(raw: bytes) -> Bin:
