@@ -21,7 +21,7 @@ from torchtitan_diloco.islands.rules.fields import (
     Entered,
     MalformedError,
     Name,
-    Positive,
+    Ordinal,
     Seconds,
     Shapes,
     Tokens,
@@ -126,8 +126,10 @@ class Seen(msgspec.Struct, array_like=True, frozen=True):
     """Code of what the island says of itself. 0: nothing."""
 
 
-IS_IDLE, IS_SENDING = 1, 2
-"""Flags: it has stopped on purpose, and an upload is in flight."""
+IS_IDLE = 1
+"""Flag: the island has stopped on purpose."""
+IS_SENDING = 2
+"""Flag: an upload of the island is in flight."""
 
 
 class Kept(msgspec.Struct, array_like=True, frozen=True):
@@ -186,7 +188,7 @@ class SharedFragment(msgspec.Struct, array_like=True):
 
 class Decision(msgspec.Struct, array_like=True):
     protocol: int
-    number: Positive
+    number: Ordinal
     session: str
     """Nonce of the syncer, so that two syncers never write the same bytes."""
     run: Name

@@ -23,9 +23,11 @@ LATE_MIXING = 0.5
 work."""
 TRIPS = 8
 """Number of round trips, and of uploads, whose median is the usual value."""
-FRESH, FRESH_CALLS = 2.0, 3
-"""Seconds, and number of decisions and polls, without a new decision after which training no longer
-waits."""
+FRESH = 2.0
+"""Seconds without a new decision after which training no longer waits, in addition to
+`FRESH_CALLS`."""
+FRESH_CALLS = 3
+"""Number of pauses between two decisions, and between two polls, that are added to `FRESH`."""
 
 
 @dataclass(frozen=True)

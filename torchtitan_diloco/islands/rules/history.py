@@ -18,8 +18,10 @@ from torchtitan_diloco.islands.rules.fields import Count, MalformedError, Tokens
 from torchtitan_diloco.islands.rules.names import name_of
 from torchtitan_diloco.islands.rules.note import Note
 
-BIN_SECONDS, LEAST_SECONDS = 600.0, 60.0
-"""Length of a bin, and of one that is closed earlier because it is full of events."""
+BIN_SECONDS = 600.0
+"""Length of a bin."""
+LEAST_SECONDS = 60.0
+"""Minimum length of a bin that is closed earlier because it is full of events."""
 MOST_EVENTS = 64
 MOST_VALIDATED = 32
 MOST_NAMES = 1100

@@ -39,9 +39,15 @@ from torchtitan_diloco.islands.rules.settings import Settings
 BEHIND = 1
 """Maximum number of versions that an island may be behind when it requests a slot."""
 
-ENDED, LEFT, REJOIN, OVER = "ended", "left", "rejoin", "over"
-"""Why an incarnation of an island is over, in addition to `ENDS`. After REJOIN, its process is to
-be restarted. OVER: the run has ended before it had a slot, and it has the final copies."""
+# Why an incarnation of an island is over, in addition to `ENDS`.
+ENDED = "ended"
+"""The run has ended, and the island has applied the final copies."""
+LEFT = "left"
+"""The island has left."""
+REJOIN = "rejoin"
+"""The slot was given to another island: the process of this one is to be restarted."""
+OVER = "over"
+"""The run has ended before the island had a slot, and it has the final copies."""
 
 
 class Island:

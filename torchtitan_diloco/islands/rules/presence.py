@@ -38,9 +38,12 @@ WITHOUT_WORK = 3
 taken."""
 LONGEST_CYCLE = 60
 """A cycle counts at most this multiple of `slot_seconds`, because islands report its length."""
-MOST_STARTS, MOST_OF_LOGIN = 8, 64
-"""Maximum number of incarnations of a name, and of a login, that are heard at a time, in addition
-to the owners of slots."""
+MOST_STARTS = 8
+"""Maximum number of incarnations of a name that are heard at a time, in addition to the owners of
+slots."""
+MOST_OF_LOGIN = 64
+"""Maximum number of incarnations of a login that are heard at a time, in addition to the owners of
+slots."""
 
 
 @dataclass

@@ -19,8 +19,10 @@ PACE = 0.9
 """Share of H steps that the pacing island completes from one opening to the next."""
 SECOND_PACES = 3
 """Number of islands from which on the second fastest one sets the pace."""
-HEADROOM, FASTEST = 100.0, 1e9
-"""`fastest` is this multiple of the speed of the islands, and at most this value."""
+HEADROOM = 100.0
+"""Multiple of the speed of the islands to which `fastest` is set."""
+FASTEST = 1e9
+"""Maximum value of `fastest`."""
 VERSIONS_JUDGED_BY = 5
 """Number of latest versions whose median norm is the usual one. It is unknown before as many."""
 IMPLAUSIBLE_RMS = 1e4

@@ -22,12 +22,16 @@ from torchtitan_diloco.islands.rules.presence import Presence
 
 DECISION_SECONDS = 1.0
 """Maximum seconds between two decisions."""
-LARGE, LARGE_SECONDS = 10_000, 0.2
-"""Size of decisions above which there are fewer, and the average seconds between them."""
+LARGE = 10_000
+"""Number of bytes of a decision above which there are fewer."""
+LARGE_SECONDS = 0.2
+"""Minimum average of the seconds between two large decisions."""
 BURST_SECONDS = 1.0
 """Time over which the average is taken."""
-KEPT, KEPT_SECONDS = 12, 60.0
-"""Minimum number of decisions to keep, and the time for which all are kept for late readers."""
+KEPT = 12
+"""Minimum number of decisions to keep."""
+KEPT_SECONDS = 60.0
+"""Time for which all decisions are kept for late readers."""
 
 
 @dataclass
