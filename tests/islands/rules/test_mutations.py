@@ -13,6 +13,7 @@ import pytest
 from tests.islands.rules import (
     test_bounds,
     test_changes,
+    test_clock,
     test_commit,
     test_founding,
     test_island,
@@ -23,6 +24,7 @@ from tests.islands.rules import (
 from tests.islands.rules.hand import build_hand
 from torchtitan_diloco.islands.rules import checkpoint, commit, founding, ledger, names
 from torchtitan_diloco.islands.rules.changes import Changes
+from torchtitan_diloco.islands.rules.clock import Clock
 from torchtitan_diloco.islands.rules.fragment import OwnFragment
 from torchtitan_diloco.islands.rules.island import Island
 from torchtitan_diloco.islands.rules.presence import Presence, Seats
@@ -424,21 +426,27 @@ MUTATIONS = {
         test_island.test_it_sends_early_only_if_the_upload_fits_and_the_turn_does_not,
     ),
     "the clock": Mutation(
-        Island.clock,
-        "max(self._clock_floor, merged + self.expected_tokens - expected)",
-        "merged + self.expected_tokens - expected",
+        Clock.tokens,
+        "max(self._floor, self._merged + self.expected_tokens - self._expected_before)",
+        "self._merged + self.expected_tokens - self._expected_before",
         with_hand(test_island.test_the_clock_of_the_learning_rate_never_goes_back),
     ),
+    "the clock keeps what it has shown": Mutation(
+        Clock.apply,
+        "self._floor = self.tokens",
+        "pass",
+        test_clock.test_it_never_goes_back_and_reading_it_changes_nothing,
+    ),
     "who may be gone does not count": Mutation(
-        Island.finish_step,
+        Clock.advance,
         "self._training_islands if is_decided else 1",
         "self._training_islands",
         test_island.test_tokens_count_for_the_others_only_while_somebody_decides,
     ),
     "the clock takes the expectation of the send": Mutation(
         Island.on_applied,
-        "one.expected_tokens if mode is Mode.MIX else self.expected_tokens",
-        "self.expected_tokens",
+        "fragment.expected_tokens if is_mixed else self.clock.expected_tokens",
+        "self.clock.expected_tokens",
         test_island.test_the_clock_jumps_when_the_work_of_an_outage_is_merged,
     ),
     "a decision goes back": Mutation(

@@ -20,6 +20,7 @@ follow its decisions. The files:
 | `writer.py` | objects and decisions in flight, and old ones |
 | `syncer.py`, `jobs.py` | the syncer, and the jobs of its threads |
 | `fragment.py` | when an island sends, applies and waits |
+| `clock.py` | the tokens of the run, which its learning rate follows |
 | `checkpoint.py` | from which copies an island resumes |
 | `news.py` | messages of the syncer and of islands for users |
 | `island.py` | an island |

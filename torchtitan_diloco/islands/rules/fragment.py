@@ -110,7 +110,7 @@ class OwnFragment:
     counted: int = 0
     """Tokens of this island when the work that is in no part began."""
     expected_tokens: int = 0
-    """`expected_tokens` of this island at its last send."""
+    """`expected_tokens` of the clock of this island at its last send."""
     opened_at: float | None = None
     """Time at which it has read that a round is open."""
     trips: deque[float] = field(default_factory=lambda: deque(maxlen=TRIPS))
@@ -255,7 +255,7 @@ class OwnFragment:
         late = island.step - self.sent.step - island.settings.delay
         if late < 0 and not island.is_stopped:
             return None
-        mixing = island.settings.mixing_at(island.clock)
+        mixing = island.settings.mixing_at(island.clock.tokens)
         return self._apply(source, Mode.MIX, mixing if late <= 0 else max(mixing, LATE_MIXING))
 
     def _apply(self, source: Object, mode: Mode, share: float = 0.0) -> Apply:
@@ -303,7 +303,7 @@ class OwnFragment:
         self.sent = Outstanding(part, step=island.step, at=now, is_stored=is_loss)
         if not is_loss:
             self.counted = island.tokens
-            self.expected_tokens = island.expected_tokens
+            self.expected_tokens = island.clock.expected_tokens
             self.last_sent = island.step
             self.turn = island.step + island.settings.sync_every
         return part
