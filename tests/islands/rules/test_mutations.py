@@ -51,9 +51,9 @@ def mutated(function: Any, old: str, new: str) -> Iterator[None]:
 
 def plain(function: Any) -> FunctionType:
     """Return the function of a property, or a function."""
-    found = function.fget if isinstance(function, property) else function
-    assert isinstance(found, FunctionType)
-    return found
+    target = function.fget if isinstance(function, property) else function
+    assert isinstance(target, FunctionType)
+    return target
 
 
 @dataclass

@@ -118,12 +118,12 @@ class History(msgspec.Struct, array_like=True):
 
     def _sums(self, incarnation: str) -> Sums:
         name = name_of(incarnation)
-        known = self.open.islands.get(name)
-        if known is None:
-            known = Sums()
+        sums = self.open.islands.get(name)
+        if sums is None:
+            sums = Sums()
             if len(self.open.islands) < MOST_NAMES:
-                self.open.islands[name] = known
-        return known
+                self.open.islands[name] = sums
+        return sums
 
     def add_merged(self, incarnation: str, tokens: int, note: Note | None, *, late: bool) -> None:
         sums = self._sums(incarnation)

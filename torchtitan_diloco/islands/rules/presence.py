@@ -289,13 +289,17 @@ class Seats:
                     return None
                 if slot.corpus in ("", note.corpus):
                     return None if self._is_busy(number) else number
-        fitting = [n for n, slot in enumerate(slots) if slot.corpus in ("", note.corpus)]
+        fitting = [number for number, slot in enumerate(slots) if slot.corpus in ("", note.corpus)]
         free = [number for number in fitting if slots[number].owner is None]
         if free:
             return free[0]
         if len(slots) < decision.settings.slots:
             return len(slots)
-        idle = (n for n in fitting if self._is_replaceable(n) and not self._is_busy(n))
+        idle = (
+            number
+            for number in fitting
+            if self._is_replaceable(number) and not self._is_busy(number)
+        )
         return next(idle, None)
 
     def _is_replaceable(self, number: int) -> bool:

@@ -62,10 +62,10 @@ class Speeds:
 
     def limit(self, settings: Settings, owners: Sequence[str]) -> Settings:
         """Return the settings with `fastest`, if it was unknown, and enough owners are measured."""
-        known = [self._speeds[owner] for owner in owners if owner in self._speeds]
-        if settings.fastest or len(known) < min(SECOND_PACES, max(1, len(owners))):
+        speeds = [self._speeds[owner] for owner in owners if owner in self._speeds]
+        if settings.fastest or len(speeds) < min(SECOND_PACES, max(1, len(owners))):
             return settings
-        speed = HEADROOM * pacing(sorted(known, reverse=True))
+        speed = HEADROOM * pacing(sorted(speeds, reverse=True))
         return msgspec.structs.replace(settings, fastest=float(f"{min(FASTEST, speed):.3g}"))
 
 
@@ -95,8 +95,8 @@ def find_outliers(
     outliers = set[int]()
     for key, norm in norms.items():
         others = [other for number, other in norms.items() if number != key]
-        known = usual or (statistics.median(others) if len(others) > 1 else 0.0)
-        if known and norm > limit * known:
+        usual_norm = usual or (statistics.median(others) if len(others) > 1 else 0.0)
+        if usual_norm and norm > limit * usual_norm:
             outliers.add(key)
     is_common = len(outliers) == len(norms) and (alone or len(norms) > 1)
     return set() if is_common else outliers
@@ -277,8 +277,8 @@ class Round:
 
     def _usual_weight(self, slot: int, default: int) -> int:
         owner = self.decision.slots[slot].owner or ""
-        known = self.weights.get(owner)
-        return statistics.median_low(known) if known else default
+        weights = self.weights.get(owner)
+        return statistics.median_low(weights) if weights else default
 
     def judge_norms(self, norms: Sequence[float]) -> list[tuple[WaitingPart, Fate]]:
         """Process the norms of the parts that were merged, and drop those that must not count. The
