@@ -35,7 +35,16 @@ MAY_IMPORT = {
     },
     "export": {"base", "diloco", "config", "distributed", "models", "data", "components"},
     "report": {"base", "islands", "store.location", "config", "components"},
-    "planner": {"base", "diloco", "config", "models", "data", "components", "report"},
+    "planner": {
+        "base",
+        "diloco",
+        "islands.rules",
+        "config",
+        "models",
+        "data",
+        "components",
+        "report",
+    },
     "diagnosis": {"base", "diloco", "config", "distributed", "components", "planner.ladder"},
     "course": {"base", "diloco", "config", "distributed", "data", "components"},
     "island_course": {

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import REPOSITORY
-from torchtitan_diloco.islands.rules import presence
+from torchtitan_diloco.islands.rules.presence import SILENT
 from torchtitan_diloco.planner.failures import (
     FORMULAS,
-    SILENT,
     Fleet,
     Outlook,
     Rules,
@@ -85,10 +84,6 @@ def test_more_islands_lose_less_until_they_wait_for_each_other() -> None:
     share = 31 / (absences.every + absences.pause) * SILENT
     assert absences.waiting == pytest.approx(share)
     assert absences.goodput < goodputs[-1] - share / 2
-
-
-def test_islands_are_silent_after_the_same_time_as_for_the_syncer() -> None:
-    assert SILENT == presence.SILENT
 
 
 def test_failures_that_never_let_a_segment_end_keep_nothing() -> None:

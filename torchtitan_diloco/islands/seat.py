@@ -28,8 +28,8 @@ def take_seat(name: str, machine: Island) -> Seat:
     slot = machine.slot
     assert decision is not None
     if slot is not None:
-        copy = f"takes the newest shared copy, of {machine.clock:,} tokens, and " * (
-            machine.clock > 0
+        copy = f"takes the newest shared copy, of {machine.clock.tokens:,} tokens, and " * (
+            machine.clock.tokens > 0
         )
         logger.info(
             f"island {name} has slot {slot} of {settings.slots} in run {decision.run}, "

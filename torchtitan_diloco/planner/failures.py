@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 from torchtitan_diloco.base.formatting import clock, markdown_table
 from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.islands.rules.presence import SILENT
 
 RARE = 999
 """Checkpoints that only serve a disaster: training takes so many times the time of a save, so that
 saves take a thousandth of all time."""
 ENOUGH = 0.001
 """The fewest islands within this of the best goodput are enough."""
-SILENT = 5.0
-"""Seconds of silence after which rounds do not wait for an island."""
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,8 @@ class Desk:
         counter = self._counters.get(incarnation, 0) + 1
         self._counters[incarnation] = counter
         raws = [
-            msgspec.Raw(one if isinstance(one, bytes) else msgspec.json.encode(one))
-            for one in parts
+            msgspec.Raw(part if isinstance(part, bytes) else msgspec.json.encode(part))
+            for part in parts
         ]
         fields = {"counter": counter, "step_seconds": 0.1, **fields}
         self.notes[incarnation] = encode_note(Note(parts=raws, **fields))
@@ -164,7 +164,9 @@ class Desk:
                 syncer.on_part(job.incarnation, job.part, self.fate)
             case MergeParts():
                 self.merges.append(job)
-                norms = [self.norms.get(one.incarnation, 1.0) for one in job.parts]
+                norms = [
+                    self.norms.get(waiting_part.incarnation, 1.0) for waiting_part in job.parts
+                ]
                 if not self.merges_last and syncer.on_norms(job.fragment, norms):
                     known = checksum(job.version) if self.is_finite else None
                     syncer.on_merged(job.fragment, job.version, known)

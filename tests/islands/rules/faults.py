@@ -23,8 +23,8 @@ def inject(simulation: Simulation, fault: str, rng: random.Random) -> None:
     """Do what a fault is called."""
     world = simulation.world
     store = simulation.world.store
-    living = [one for one in simulation.living if not one.machine.is_leaving]
-    syncers = [one for one in simulation.syncers if one.is_alive]
+    living = [island for island in simulation.living if not island.machine.is_leaving]
+    syncers = [syncer for syncer in simulation.syncers if syncer.is_alive]
     if fault in FAULTS_OF_ISLANDS and living:
         FAULTS_OF_ISLANDS[fault](simulation, rng.choice(living), rng)
     elif fault in FAULTS_OF_SYNCERS and syncers:
@@ -46,7 +46,7 @@ def inject(simulation: Simulation, fault: str, rng: random.Random) -> None:
     elif fault in LIES:
         Liar(simulation, f"liar{simulation.next_nonce()}", **LIES[fault](rng))
     elif fault == "many starts":
-        names = [one.name for one in simulation.islands] or ["nobody"]
+        names = [island.name for island in simulation.islands] or ["nobody"]
         start_often(simulation, rng.choice(names))
     elif fault == "many changes":
         change_often(simulation)
@@ -60,9 +60,9 @@ def inject(simulation: Simulation, fault: str, rng: random.Random) -> None:
         for process in (*living, *syncers):
             process.is_alive = False
         simulation.start_syncer(after=rng.uniform(0.1, 5))
-        for one in living:
-            checkpoint = one.checkpoint if rng.random() < 0.7 else None
-            simulation.start(one.name, one.nature, checkpoint, after=rng.uniform(0.1, 5))
+        for island in living:
+            checkpoint = island.checkpoint if rng.random() < 0.7 else None
+            simulation.start(island.name, island.nature, checkpoint, after=rng.uniform(0.1, 5))
 
 
 # --- islands --------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ def heir_then_checkpoint(simulation: Simulation, victim: IslandProcess, rng: ran
     simulation.start(name, victim.nature)
 
     def leave_again() -> None:
-        for one in simulation.living:
-            if one.name == name:
-                one.machine.leave()
+        for island in simulation.living:
+            if island.name == name:
+                island.machine.leave()
         simulation.start(victim.name, victim.nature, victim.checkpoint, after=rng.uniform(0.5, 3))
 
     simulation.world.schedule(simulation.plan.slot_seconds + rng.uniform(2, 6), None, leave_again)
@@ -227,15 +227,15 @@ def restore(simulation: Simulation, seconds: float, rng: random.Random) -> None:
         simulation.restores += 1
         simulation.is_restored = True
         if rng.random() < 0.6:
-            for one in simulation.syncers:
-                one.is_alive = False
+            for syncer in simulation.syncers:
+                syncer.is_alive = False
             simulation.start_syncer(after=1.0)
 
     world.schedule(seconds, None, put_back)
 
 
 def change(simulation: Simulation, rng: random.Random) -> None:
-    names = [one.name for one in simulation.islands] or ["nobody"]
+    names = [island.name for island in simulation.islands] or ["nobody"]
     possible: list[Change] = [
         Set("sync_every", rng.choice(["3", "4", "9"])),
         Set("slots", str(rng.choice([5, 6]))),
@@ -373,10 +373,10 @@ def build(seed: int, faults: tuple[str, ...] = FAULTS) -> Simulation:
     for _ in range(rng.choice([1, 1, 2])):
         simulation.start_syncer(after=rng.uniform(0, 1))
     for number in range(rng.randint(plan.start_with, 3)):
-        own = nature(simulation, rng)
+        own_nature = nature(simulation, rng)
         if is_calm:
-            own.upload = min(own.upload, 0.5)
-        simulation.start(f"i{number}", own, after=rng.uniform(0, 1))
+            own_nature.upload = min(own_nature.upload, 0.5)
+        simulation.start(f"i{number}", own_nature, after=rng.uniform(0, 1))
     for _ in range(0 if is_calm else rng.randint(1, MOST_FAULTS)):
         fault = rng.choice(faults)
         at = rng.uniform(1, 1.2 * plan.steps * plan.step)

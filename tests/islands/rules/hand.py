@@ -112,4 +112,4 @@ def build_hand() -> Hand:
 def saved_of(hand: Hand) -> Saved:
     saved = hand.island.save()
     assert saved is not None
-    return saved.with_checksums([checksum(one.version) for one in saved.fragments])
+    return saved.with_checksums([checksum(fragment.version) for fragment in saved.fragments])

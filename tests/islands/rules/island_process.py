@@ -129,12 +129,12 @@ class IslandProcess(Process):
             self.tensors = Tensors([toy.ZERO] * plan.fragments, published)
             saved = checkpoint.saved
             if saved.fragments:
-                saved = saved.with_checksums([toy.checksum(one) for one in published])
+                saved = saved.with_checksums([toy.checksum(values) for values in published])
         self.founding = Founding(
             run=f"run-{nonce}",
             settings=self.simulation.settings,
             shapes=[SHAPES] * plan.fragments,
-            checksums=[toy.checksum(one) for one in self.tensors.published],
+            checksums=[toy.checksum(values) for values in self.tensors.published],
         )
         if saved is not None:
             self.founding = saved.found(self.founding)

@@ -109,14 +109,14 @@ def start_often(simulation: "Simulation", name: str, starts: int = 100, seconds:
 
     def write() -> None:
         counter = next(counters)
-        for one in incarnations:
+        for incarnation in incarnations:
             note = encode_note(Note(counter=counter, wish="join", step=counter))
-            simulation.world.store.put(ISLAND + one, note, replaces=True)
+            simulation.world.store.put(ISLAND + incarnation, note, replaces=True)
         if counter < seconds:
             simulation.world.schedule(1.0, None, write)
         else:
-            for one in incarnations:
-                simulation.world.store.delete(ISLAND + one)
+            for incarnation in incarnations:
+                simulation.world.store.delete(ISLAND + incarnation)
 
     simulation.extra_objects += starts
     write()

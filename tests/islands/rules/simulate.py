@@ -38,8 +38,8 @@ def simulate(seed: int) -> tuple[int, Counter[str], str]:
     counts["stores put back"] = simulation.restores
     counts["processes that saw it"] = simulation.went_back
     counts["starts of islands"] = len(simulation.islands)
-    for one in simulation.islands:
-        counts[f"  ended: {one.ending or 'killed'}"] += 1
+    for island in simulation.islands:
+        counts[f"  ended: {island.ending or 'killed'}"] += 1
     counts["faults"] = len(simulation.planned)
     counts["virtual seconds"] = round(simulation.world.now)
     return seed, counts, problem and f"seed {seed}: {simulation.planned}\n{problem}"

@@ -143,11 +143,11 @@ class Simulation:
 
     @property
     def living(self) -> list[IslandProcess]:
-        return [one for one in self.islands if one.is_alive and not one.is_over]
+        return [island for island in self.islands if island.is_alive and not island.is_over]
 
     @property
     def leaders(self) -> list[SyncerProcess]:
-        return [one for one in self.syncers if one.is_alive and one.machine is not None]
+        return [syncer for syncer in self.syncers if syncer.is_alive and syncer.machine is not None]
 
     @property
     def last(self) -> Decision:
@@ -165,7 +165,7 @@ class Simulation:
             return  # free again, as it was old: its syncer will see that it does not count
         if self.is_restored and number <= self.last.number:
             # A new syncer goes on from the older copy, and one that was not killed from its own.
-            self.decisions = [one for one in self.decisions if one.number < number]
+            self.decisions = [decision for decision in self.decisions if decision.number < number]
         self.is_restored = False
         self.check_decision(decision)
         self.decisions.append(decision)
@@ -197,7 +197,9 @@ class Simulation:
             return
         assert new.run == old.run
         for name in new.names - old.names:
-            assert f"/{new.number}-" in name or name in {one.name for one in old.writing}, name
+            assert f"/{new.number}-" in name or name in {planned.name for planned in old.writing}, (
+                name
+            )
         for fragment, shared in enumerate(new.fragments):
             self.check_fragment(old, new, fragment)
             before = old.fragments[fragment]
@@ -240,7 +242,9 @@ class Simulation:
         assert shared.clock - before.clock == sum(part.weight for _, part in merged)
         if shared.version > before.version:
             job = self.merges[new.session, fragment, shared.version]
-            assert [one.slot for one in job.parts] == [number for number, _ in merged]
+            assert [waiting_part.slot for waiting_part in job.parts] == [
+                number for number, _ in merged
+            ]
             weight = sum(part.weight for _, part in merged)
             is_whole = job.weight_of_all == weight
             self.versions.append((self.world.now, fragment, merged, is_whole))
@@ -258,7 +262,7 @@ class Simulation:
 
     def check_upload(self, stored: Any, session: str) -> None:
         """The session that uploads an object has announced it in a decision that counts."""
-        announced = [one for one in self.decisions if one.number == stored.number]
+        announced = [decision for decision in self.decisions if decision.number == stored.number]
         assert announced, "uploaded before it was announced"
         assert announced[-1].session == session
         assert stored in announced[-1].writing
@@ -282,7 +286,7 @@ class Simulation:
 
     def look_after(self) -> None:
         """Start somebody again if all are gone and the run has not ended."""
-        if not [one for one in self.syncers if one.is_alive]:
+        if not [syncer for syncer in self.syncers if syncer.is_alive]:
             self.start_syncer()
         has_begun = False
         has_ended = False
@@ -358,7 +362,7 @@ class Simulation:
 
     @property
     def first_founded(self) -> Decision:
-        return next(one for one in self.decisions if one.fragments)
+        return next(decision for decision in self.decisions if decision.fragments)
 
     @staticmethod
     def merged(decision: Decision, fragment: int) -> int:
@@ -371,14 +375,16 @@ class Simulation:
         last = self.last.history
         bins = [last.open, *([last.closed] if last.closed else [])]
         entries = self.world.store.entries  # also those that are not visible yet
-        for number, name in enumerate(sorted(one for one in entries if one.startswith(HISTORY))):
+        for number, name in enumerate(
+            sorted(entry for entry in entries if entry.startswith(HISTORY))
+        ):
             assert name == history_name(number)
             if number < last.number:
                 bins.append(decode_bin(entries[name].content))
             else:
                 assert number == last.number
                 assert last.closed is not None, "only a closed bin is stored"
-        tokens = sum(sums.tokens for one in bins for sums in one.islands.values())
+        tokens = sum(sums.tokens for bin_ in bins for sums in bin_.islands.values())
         clocks = [sum(f.clock for f in d.fragments) for d in (self.first_founded, self.last)]
         assert tokens == clocks[1] - clocks[0] or self.restores
 

@@ -235,37 +235,37 @@ class SyncerProcess(Process):
 
     def adopt(self, job: Adopt) -> Thread:
         yield self.world.plan.upload
-        found = list[Vector]()
+        copies = list[Vector]()
         for fragment in range(len(job.founding.shapes)):
             name = founding_name(job.incarnation, fragment)
             content = yield from self.patient(Get(name))
-            found += [] if content is None else [content]
+            copies += [] if content is None else [content]
         assert self.machine is not None
-        is_whole = [checksum(one) for one in found] == job.founding.checksums
+        is_whole = [checksum(copy) for copy in copies] == job.founding.checksums
         if is_whole:
-            self.outers = {f: Outer(0, one, one) for f, one in enumerate(found)}
-            for fragment, one in enumerate(found):
-                self.prepared[COPY, fragment, 0] = one
+            self.outers = {f: Outer(0, copy, copy) for f, copy in enumerate(copies)}
+            for fragment, copy in enumerate(copies):
+                self.prepared[COPY, fragment, 0] = copy
         self.machine.on_adopted(job.incarnation, job.founding, is_whole)
 
     def load(self, job: Load) -> Thread:
         yield self.world.plan.upload
-        found = dict[Object, Any]()
+        objects = dict[Object, Any]()
         for stored in (job.copy, *job.versions, *([job.outer] if job.outer else [])):
-            found[stored] = yield from self.read(stored)
-            if found[stored] is None:
+            objects[stored] = yield from self.read(stored)
+            if objects[stored] is None:
                 # A syncer was killed before it could withdraw a decision: somebody deletes it.
                 assert self.simulation.restores, f"{stored.name} is named and gone"
                 self.world.store.delete(run_name(self.begun_at))
                 raise WentBackError(f"{stored.name} is gone")
-        published: Vector = found[job.copy]
+        published: Vector = objects[job.copy]
         for stored in job.versions:
-            published = add(published, found[stored])
+            published = add(published, objects[stored])
         assert checksum(published) == job.checksum, "a takeover makes another copy"
         version = job.versions[-1].version if job.versions else job.copy.version
         outer = Outer(version, published, published)
         if job.outer is not None:
-            saved = found[job.outer]
+            saved = objects[job.outer]
             is_newest = saved.version == version
             theta = saved.theta if is_newest else published
             outer = Outer(version, published, theta, saved.momentum)
@@ -302,18 +302,20 @@ class SyncerProcess(Process):
     def merge(self, job: MergeParts) -> Thread:
         yield self.world.random.uniform(0, 0.05)
         assert self.machine is not None
-        payloads = [self.fetched[one.incarnation, one.part] for one in job.parts]
-        if not self.machine.on_norms(job.fragment, [one.norm for one in payloads]):
+        payloads = [
+            self.fetched[waiting_part.incarnation, waiting_part.part] for waiting_part in job.parts
+        ]
+        if not self.machine.on_norms(job.fragment, [payload.norm for payload in payloads]):
             return
-        for one in job.parts:
-            del self.fetched[one.incarnation, one.part]
-        if any(self.simulation.overflows(one.part) for one in job.parts):
+        for waiting_part in job.parts:
+            del self.fetched[waiting_part.incarnation, waiting_part.part]
+        if any(self.simulation.overflows(waiting_part.part) for waiting_part in job.parts):
             self.machine.on_merged(job.fragment, job.version, None)
             return
-        weights = [one.part.weight for one in job.parts]
+        weights = [waiting_part.part.weight for waiting_part in job.parts]
         before = self.outers[job.fragment]
         assert before.version == job.version - 1
-        stepped = before.step([one.delta for one in payloads], weights, job.weight_of_all)
+        stepped = before.step([payload.delta for payload in payloads], weights, job.weight_of_all)
         outer, update = stepped.publish(self.world.plan.is_rough)
         assert job.fragment not in self.merged, "two versions beside the one that counts"
         self.merged[job.fragment] = outer

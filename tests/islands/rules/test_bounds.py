@@ -69,8 +69,8 @@ def test_losses_hold_no_slot() -> None:
 def test_the_speed_of_islands_is_measured_before_it_is_limited() -> None:
     desk = Desk(founded((A, B), fastest=0.0, block=1))
     for number in range(3):
-        for slot, one in enumerate((A, B)):
-            desk.note(one, desk.part(slot, 10), step=10 * (number + 1))
+        for slot, incarnation in enumerate((A, B)):
+            desk.note(incarnation, desk.part(slot, 10), step=10 * (number + 1))
         desk.pass_time(2.0)
     fastest = desk.state.settings.fastest
     assert HEADROOM * 2 <= fastest <= HEADROOM * 10, "two or ten samples a second"
@@ -83,12 +83,12 @@ def test_the_speed_of_islands_is_measured_before_it_is_limited() -> None:
 def test_a_slow_start_is_no_speed() -> None:
     """Islands that were started again before their first parts: these have waited for long."""
     desk = Desk(founded((A, B), fastest=0.0, block=1))
-    for one in (A, B):
-        desk.note(one, step=0)
+    for incarnation in (A, B):
+        desk.note(incarnation, step=0)
     desk.pass_time(300.0)
     for number in range(4):
-        for slot, one in enumerate((A, B)):
-            desk.note(one, desk.part(slot, 10), step=10 * (number + 1))
+        for slot, incarnation in enumerate((A, B)):
+            desk.note(incarnation, desk.part(slot, 10), step=10 * (number + 1))
         desk.pass_time(2.0)
     assert desk.state.settings.fastest >= HEADROOM * 2
 
@@ -133,15 +133,15 @@ def test_a_hundred_starts_of_a_name_are_eight() -> None:
     starts = [f"a/{number:04x}" for number in range(1, 101)]
     for step in range(20):
         desk.note(A, step=step)
-        for one in starts:
-            desk.note(one, wish="join")
+        for incarnation in starts:
+            desk.note(incarnation, wish="join")
         desk.pass_time(0.5)
     assert len(desk.syncer.presence.members) == 1 + MOST_STARTS
     assert desk.state.told == dict.fromkeys(starts[:MOST_STARTS], RUNNING)
     assert desk.state.owners() == [A]
-    names = [f"{ISLAND}{one}" for one in (*starts, A, B)]
+    names = [f"{ISLAND}{incarnation}" for incarnation in (*starts, A, B)]
     assert desk.syncer.choose_notes(names) == [
-        *(f"{ISLAND}{one}" for one in starts[:MOST_STARTS]),
+        *(f"{ISLAND}{incarnation}" for incarnation in starts[:MOST_STARTS]),
         f"{ISLAND}{A}",
         f"{ISLAND}{B}",
     ]
@@ -156,8 +156,8 @@ def test_islands_of_a_login_are_bounded_and_owners_are_heard_always() -> None:
     for number in range(100):
         desk.note(f"site.x{number}/0000", wish="join")
     desk.note("other/0000", wish="join")
-    for one in owners:
-        desk.note(one, step=1)
+    for owner in owners:
+        desk.note(owner, step=1)
     assert len(desk.syncer.presence.members) == MOST_OF_LOGIN + 1 + 3
 
 
@@ -348,8 +348,8 @@ def test_streams_enter_phases_once_and_before_later_parts_count() -> None:
     desk.pass_time(1.5)
     assert desk.state.slots[0].entered == [], "the run is not there yet"
     assert desk.ledger(0).number == 0, "half of it may be of another phase"
-    for slot, one in enumerate((A, B)):
-        desk.note(one, desk.part(slot), step=10)
+    for slot, incarnation in enumerate((A, B)):
+        desk.note(incarnation, desk.part(slot), step=10)
     desk.pass_time(1.0)
     assert desk.state.phases == 1
     desk.note(A, desk.part(0), step=20, entered=[14])
@@ -372,11 +372,11 @@ def test_the_next_version_is_announced_with_the_one_before_it() -> None:
     """So a round needs no decision between its merge and its upload."""
     desk = Desk(founded())
     for number in range(1, 4):
-        announced = [one for one in desk.state.writing if one.kind == VERSION]
-        assert [one.version for one in announced] == [number]
+        announced = [stored for stored in desk.state.writing if stored.kind == VERSION]
+        assert [stored.version for stored in announced] == [number]
         before = desk.state.number
-        for slot, one in enumerate((A, B)):
-            desk.note(one, desk.part(slot), step=10 * number)
+        for slot, incarnation in enumerate((A, B)):
+            desk.note(incarnation, desk.part(slot), step=10 * number)
         desk.pass_time(0.2)
         assert desk.state.fragments[0].version == number
         assert announced[0].number <= before
@@ -407,12 +407,12 @@ def test_the_rate_of_decisions_is_limited_and_not_their_distance(
 def test_a_merge_waits_for_the_version_before_it() -> None:
     """So at most one state of a fragment stands beside the one that counts."""
     desk = Desk(founded())
-    for slot, one in enumerate((A, B)):
-        desk.note(one, desk.part(slot), step=10)
+    for slot, incarnation in enumerate((A, B)):
+        desk.note(incarnation, desk.part(slot), step=10)
     desk.pass_time(0.2)
     assert desk.settled == [Settle(0, 1)]
-    for slot, one in enumerate((A, B)):
-        desk.note(one, desk.part(slot), step=20)
+    for slot, incarnation in enumerate((A, B)):
+        desk.note(incarnation, desk.part(slot), step=20)
     desk.merges_last = True
     desk.pass_time(2.0)
     desk.commits_last = True
@@ -420,9 +420,9 @@ def test_a_merge_waits_for_the_version_before_it() -> None:
     desk.pass_time(0.2)
     assert desk.syncer.state is not None
     assert desk.syncer.state.fragments[0].version == 2
-    for slot, one in enumerate((A, B)):
+    for slot, incarnation in enumerate((A, B)):
         part = desk.part(slot, number=3, start=20, end=30, base=2, checksum=checksum(2))
-        desk.note(one, part, step=30)
+        desk.note(incarnation, part, step=30)
     desk.pass_time(2.0)
     assert len(desk.merges) == 2
     assert desk.settled == [Settle(0, 1)], "version 2 does not count yet"

@@ -109,7 +109,7 @@ def test_a_hundred_changes_are_made_in_order_and_once() -> None:
     requests.pass_time(SETTLED_SECONDS + 1)
     assert not requests.listed
     assert desk.state.settings.total_tokens == 20_099
-    totals = [one.settings.total_tokens for one in desk.decisions[1:]]
+    totals = [decision.settings.total_tokens for decision in desk.decisions[1:]]
     assert totals == sorted(totals)
 
 
@@ -216,7 +216,8 @@ def test_a_codec_that_no_process_has_is_refused(codec: str) -> None:
     with pytest.raises(MalformedError, match=f"codec = {codec}: give one of fp32, "):
         changed(founded().settings, Set("codec", codec))
     assert all(
-        changed(founded().settings, Set("codec", one)).codec == one for one in island_formats()
+        changed(founded().settings, Set("codec", codec)).codec == codec
+        for codec in island_formats()
     )
 
 

@@ -107,11 +107,11 @@ def test_the_first_decision_has_none_before_it() -> None:
 
 def test_a_decision_after_one_that_is_gone_is_withdrawn() -> None:
     """The store was put back: objects that it names may be missing."""
-    for left, message in (
+    for remaining, message in (
         ([run_name(4), NOW], "restart the syncer and all islands"),
         (["run/x", NOW], "the store was emptied .* with --islands.found true"),
     ):
-        look: tuple[Call, Any] = (List("run/"), left)
+        look: tuple[Call, Any] = (List("run/"), remaining)
         withdraw: list[tuple[Call, Any]] = [
             *(look, (Delete(NOW), LATE), (Sleep(RETRY), None)),
             *(look, (Delete(NOW), None)),

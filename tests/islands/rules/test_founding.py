@@ -42,9 +42,9 @@ class Founders:
         self.jobs: list[Job] = []
 
     def hear(self, *incarnations: str) -> None:
-        for one in incarnations:
+        for incarnation in incarnations:
             self.counter += 1
-            self.syncer.on_note(one, encode_note(Note(counter=self.counter)))
+            self.syncer.on_note(incarnation, encode_note(Note(counter=self.counter)))
 
     def tick(self, seconds: float = 0.1) -> list[Job]:
         """Let time pass, commit at once, and return the other jobs."""
@@ -65,8 +65,8 @@ class Founders:
 def test_one_founder_is_named_before_any_copy_is_stored() -> None:
     desk = Founders()
     desk.hear(A, B)
-    for one in (B, A):
-        desk.syncer.on_founding(one, encode_founding(FOUNDING))
+    for incarnation in (B, A):
+        desk.syncer.on_founding(incarnation, encode_founding(FOUNDING))
     assert desk.tick() == []
     [first] = desk.decisions
     assert (first.number, first.founder, first.fragments) == (1, B, [])
@@ -89,8 +89,8 @@ def test_one_founder_is_named_before_any_copy_is_stored() -> None:
 def test_another_founder_follows_one_that_dies() -> None:
     desk = Founders()
     desk.hear(A, B)
-    for one in (A, B):
-        desk.syncer.on_founding(one, encode_founding(FOUNDING))
+    for incarnation in (A, B):
+        desk.syncer.on_founding(incarnation, encode_founding(FOUNDING))
     desk.tick(0.2)
     desk.syncer.on_adopted(A, FOUNDING, is_whole=False)
     for _ in range(int(2 * SILENT) + 4):
@@ -98,7 +98,7 @@ def test_another_founder_follows_one_that_dies() -> None:
         for job in desk.tick(0.5):
             assert isinstance(job, Adopt)
             desk.syncer.on_adopted(job.incarnation, job.founding, is_whole=False)
-    assert [one.founder for one in desk.decisions][-1] == B
+    assert [decision.founder for decision in desk.decisions][-1] == B
 
 
 def test_a_successor_fetches_the_copies_of_the_founder_again() -> None:
@@ -169,8 +169,11 @@ def test_a_lost_location_is_founded_from_a_checkpoint() -> None:
     founding = saved.found(Founding("r2", before.settings, [SHAPES] * 2, ["0", "1"]))
     state = decode_founding(encode_founding(founding)).decision(2, "s", B)
     assert state.run == "r", "the other islands return with their checkpoints"
-    assert [one.clock for one in state.fragments] == [500, 490]
-    assert [[one.taken for one in slot.ledgers] for slot in state.slots] == [[70, 70], [80, 80]]
+    assert [shared.clock for shared in state.fragments] == [500, 490]
+    assert [[ledger.taken for ledger in slot.ledgers] for slot in state.slots] == [
+        [70, 70],
+        [80, 80],
+    ]
     assert (state.slots[0].corpus, state.slots[0].entered) == ("aa", [40])
     assert state.owners() == []
 
@@ -191,15 +194,15 @@ def test_a_lost_location_is_founded_with_the_settings_that_the_run_had(kind: str
     expected = msgspec.structs.replace(
         before.settings, **(changed if kind == "folder" else changed | rates)
     )
-    own = msgspec.structs.replace(FOUNDING, settings=of_founder)
-    founding = saved.found(own)
+    of_this_island = msgspec.structs.replace(FOUNDING, settings=of_founder)
+    founding = saved.found(of_this_island)
     assert founding.settings == expected
     assert founding.settings.streams == before.settings.streams < 5, "positions stay the same"
     check_founding(founding, {})
     fewer = msgspec.structs.replace(of_founder, start_with=9, slots=9)
     assert before.settings.founded_again(fewer).start_with == 5, "as many as there are slots"
     of_job = Saved.of_job(10, 1, [SlotStart(position=4)])
-    assert of_job.found(own).settings == of_founder
+    assert of_job.found(of_this_island).settings == of_founder
 
 
 @pytest.mark.parametrize(

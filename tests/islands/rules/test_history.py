@@ -37,8 +37,8 @@ def test_bins_have_the_sums_of_each_island() -> None:
     desk = Desk(founded(total_tokens=10**6))
     gauges = msgspec.Raw(msgspec.json.encode(NotedGauges(loss=2.5, validated=(10, 3.0))))
     for number in range(1, 5):
-        for slot, one in enumerate((A, B)):
-            desk.note(one, desk.part(slot), step=10 * number, gauges=gauges)
+        for slot, incarnation in enumerate((A, B)):
+            desk.note(incarnation, desk.part(slot), step=10 * number, gauges=gauges)
         desk.pass_time(1.0)
     sums = desk.state.history.open.islands
     assert set(sums) == {"a", "b"}
@@ -46,7 +46,7 @@ def test_bins_have_the_sums_of_each_island() -> None:
     assert sums["a"].step_seconds / sums["a"].parts == pytest.approx(0.1)
     assert desk.state.history.open.validated == [(10, 3.0)]
     desk.pass_time(SOON)
-    assert [one.islands["a"].tokens for one in desk.history] == [40]
+    assert [bin_.islands["a"].tokens for bin_ in desk.history] == [40]
     known = desk.state.history
     assert (known.number, known.closed, known.open.islands) == (1, None, {})
 
@@ -74,7 +74,7 @@ def test_a_successor_stores_the_same_bin() -> None:
     state.history.add_merged(A, 2, None, late=False)
     desk = Desk(state)
     desk.pass_time(1.0)
-    assert [encode_bin(one) for one in desk.history] == [encode_bin(known.closed)]
+    assert [encode_bin(bin_) for bin_ in desk.history] == [encode_bin(known.closed)]
     assert desk.state.history.number == 1
     assert desk.state.history.open.islands["a"] == Sums(tokens=2, parts=1)
 
@@ -92,7 +92,7 @@ def test_what_becomes_of_islands_is_an_event() -> None:
     desk.note(B, wish="join")
     desk.pass_time(0.5)
     events = desk.state.history.open.events
-    assert [(one.kind, one.who) for one in events if one.kind is not EventKind.LED] == [
+    assert [(event.kind, event.who) for event in events if event.kind is not EventKind.LED] == [
         (EventKind.JOINED, "a"),
         (EventKind.BEGUN, ""),
         (EventKind.RETURNED, "a"),
@@ -109,7 +109,7 @@ def test_an_island_that_is_silent_for_some_time_is_away() -> None:
             desk.note(B, step=step)
         desk.pass_time(0.5)
     events = desk.state.history.open.events
-    assert [one.kind for one in events if one.who == "b"] == [EventKind.AWAY, EventKind.BACK]
+    assert [event.kind for event in events if event.who == "b"] == [EventKind.AWAY, EventKind.BACK]
 
 
 def test_a_bin_is_bounded() -> None:
@@ -156,4 +156,4 @@ def test_islands_that_leave_on_request_are_no_loss() -> None:
     desk.note(A, wish="give")
     desk.pass_time(1.0)
     events = desk.state.history.open.events
-    assert [(one.kind, one.who) for one in events][-1] == (EventKind.LEFT, "a")
+    assert [(event.kind, event.who) for event in events][-1] == (EventKind.LEFT, "a")

@@ -273,9 +273,9 @@ def test_it_sends_early_only_if_the_upload_fits_and_the_turn_does_not() -> None:
     assert not early(upload=0.1, steps=7), "its turn comes in time"
 
 
-@pytest.mark.parametrize(("steps", "every", "left"), [(2, 6, 4), (8, 6, 1), (2, 20, 18)])
+@pytest.mark.parametrize(("steps", "every", "steps_left"), [(2, 6, 4), (8, 6, 1), (2, 20, 18)])
 def test_after_a_change_of_h_it_sends_h_steps_after_its_last_part(
-    hand: Hand, steps: int, every: int, left: int
+    hand: Hand, steps: int, every: int, steps_left: int
 ) -> None:
     """Rounds are not due sooner, so that all islands would wait in vain."""
     hand.step(10)
@@ -283,17 +283,17 @@ def test_after_a_change_of_h_it_sends_h_steps_after_its_last_part(
     hand.step(steps)
     settings = msgspec.structs.replace(hand.state.settings, sync_every=every)
     hand.read(settings=settings)
-    assert not any(hand.step().sends for _ in range(left - 1))
+    assert not any(hand.step().sends for _ in range(steps_left - 1))
     assert hand.step().sends
 
 
 def _sends(hand: Hand, steps: int) -> dict[int, list[int]]:
     """Return the steps in which each fragment is sent, while the syncer merges all parts."""
-    found: dict[int, list[int]] = {}
+    steps_of_sends: dict[int, list[int]] = {}
     for _ in range(steps):
         for send in hand.step().sends:
             fragment = send.part.fragment
-            found.setdefault(fragment, []).append(hand.island.step)
+            steps_of_sends.setdefault(fragment, []).append(hand.island.step)
             shared = hand.state.fragments[fragment]
             ledger = hand.state.slots[0].ledgers[fragment]
             ledger.number = send.part.number
@@ -303,7 +303,7 @@ def _sends(hand: Hand, steps: int) -> dict[int, list[int]]:
             shared.kept.append(Kept(shared.version, checksum(shared.version), 5))
             ledger.version = shared.version
             hand.read()
-    return found
+    return steps_of_sends
 
 
 @pytest.mark.parametrize("every", [5, 8, 100])
@@ -324,7 +324,7 @@ def test_fragments_take_turns_at_equal_distances_after_a_change_of_h(
         assert first[number] >= steps[-1] + every
     assert first[0] <= before + every + 1
     for steps in later.values():
-        assert {after - one for one, after in pairwise(steps)} <= {every}
+        assert {after - before for before, after in pairwise(steps)} <= {every}
 
 
 def test_an_owner_of_nothing_joins_anew_and_a_replaced_start_ends(hand: Hand) -> None:

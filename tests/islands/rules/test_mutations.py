@@ -13,6 +13,7 @@ import pytest
 from tests.islands.rules import (
     test_bounds,
     test_changes,
+    test_clock,
     test_commit,
     test_founding,
     test_island,
@@ -23,6 +24,7 @@ from tests.islands.rules import (
 from tests.islands.rules.hand import build_hand
 from torchtitan_diloco.islands.rules import checkpoint, commit, founding, ledger, names
 from torchtitan_diloco.islands.rules.changes import Changes
+from torchtitan_diloco.islands.rules.clock import Clock
 from torchtitan_diloco.islands.rules.fragment import OwnFragment
 from torchtitan_diloco.islands.rules.island import Island
 from torchtitan_diloco.islands.rules.presence import Presence, Seats
@@ -49,9 +51,9 @@ def mutated(function: Any, old: str, new: str) -> Iterator[None]:
 
 def plain(function: Any) -> FunctionType:
     """Return the function of a property, or a function."""
-    found = function.fget if isinstance(function, property) else function
-    assert isinstance(found, FunctionType)
-    return found
+    target = function.fget if isinstance(function, property) else function
+    assert isinstance(target, FunctionType)
+    return target
 
 
 @dataclass
@@ -125,7 +127,7 @@ MUTATIONS = {
     ),
     "notes have counters": Mutation(
         Presence.hear,
-        "note.counter <= known.note.counter",
+        "note.counter <= member.note.counter",
         "False",
         test_syncer.test_an_older_note_that_lands_late_is_ignored,
     ),
@@ -183,7 +185,7 @@ MUTATIONS = {
     ),
     "a slot with a waiting part stays": Mutation(
         Round.is_busy,
-        "return slot in self.waiting or any(one.slot == slot for one in self.merging)",
+        "return slot in self.waiting or slot in {merged.slot for merged in self.merging}",
         "return False",
         test_syncer.test_a_slot_changes_hands_when_no_part_of_it_waits,
     ),
@@ -341,7 +343,7 @@ MUTATIONS = {
     ),
     "parameters are compared": Mutation(
         founding.check_run,
-        "own != shared.shapes",
+        "shapes_here != shared.shapes",
         "False",
         lambda: test_island_start.test_another_tokenizer_or_model_is_an_error_for_people(
             build_hand(), is_saved=True
@@ -377,7 +379,7 @@ MUTATIONS = {
     ),
     "a stop waits for what is merged": Mutation(
         Syncer._end,
-        " and not any(one.merging for one in self.rounds)",
+        " and not any(round_.merging for round_ in self.rounds)",
         "",
         test_syncer.test_a_stop_in_order_publishes_what_is_merged,
     ),
@@ -419,26 +421,32 @@ MUTATIONS = {
     ),
     "an early send fits": Mutation(
         OwnFragment._is_due,
-        "upload <= left < turn + upload",
+        "upload <= seconds_left < turn + upload",
         "True",
         test_island.test_it_sends_early_only_if_the_upload_fits_and_the_turn_does_not,
     ),
     "the clock": Mutation(
-        Island.clock,
-        "max(self._clock_floor, merged + self.expected_tokens - expected)",
-        "merged + self.expected_tokens - expected",
+        Clock.tokens,
+        "max(self._floor, self._merged + self.expected_tokens - self._expected_before)",
+        "self._merged + self.expected_tokens - self._expected_before",
         with_hand(test_island.test_the_clock_of_the_learning_rate_never_goes_back),
     ),
+    "the clock keeps what it has shown": Mutation(
+        Clock.apply,
+        "self._floor = self.tokens",
+        "pass",
+        test_clock.test_it_never_goes_back_and_reading_it_changes_nothing,
+    ),
     "who may be gone does not count": Mutation(
-        Island.finish_step,
+        Clock.advance,
         "self._training_islands if is_decided else 1",
         "self._training_islands",
         test_island.test_tokens_count_for_the_others_only_while_somebody_decides,
     ),
     "the clock takes the expectation of the send": Mutation(
         Island.on_applied,
-        "one.expected_tokens if mode is Mode.MIX else self.expected_tokens",
-        "self.expected_tokens",
+        "fragment.expected_tokens if is_mixed else self.clock.expected_tokens",
+        "self.clock.expected_tokens",
         test_island.test_the_clock_jumps_when_the_work_of_an_outage_is_merged,
     ),
     "a decision goes back": Mutation(
@@ -451,7 +459,7 @@ MUTATIONS = {
     ),
     "garbage has an old number": Mutation(
         names.is_garbage,
-        "found.number <= number and ",
+        "stored.number <= number and ",
         "",
         test_commit.test_only_what_is_old_and_not_named_is_garbage,
     ),

@@ -12,7 +12,7 @@ from torchtitan_diloco.islands.rules.decision import (
     Fate,
 )
 from torchtitan_diloco.islands.rules.rounds import VERSIONS_JUDGED_BY
-from torchtitan_diloco.islands.rules.syncer import WRONG_IN_A_ROW
+from torchtitan_diloco.islands.rules.wrong_parts import WRONG_IN_A_ROW
 
 
 def test_an_outer_step_that_is_not_finite_is_not_published() -> None:
@@ -34,8 +34,8 @@ def test_outliers_are_lost_and_rounds_do_not_wait_for_a_sick_island() -> None:
     def rounds(first: int, last: int, norm: float) -> None:
         desk.norms[C] = norm
         for number in range(first, last):
-            for slot, one in enumerate((A, B, C)):
-                desk.note(one, desk.part(slot), step=10 * (number + 1))
+            for slot, incarnation in enumerate((A, B, C)):
+                desk.note(incarnation, desk.part(slot), step=10 * (number + 1))
                 desk.pass_time(0.1)
             desk.pass_time(1.5)
 
@@ -105,8 +105,8 @@ def test_norms_are_learned_anew_after_a_change_of_h() -> None:
 def test_a_part_that_is_not_finite_is_lost_and_the_others_are_merged_without_it() -> None:
     desk = Desk(founded((A, B)))
     desk.norms[A] = math.inf
-    for slot, one in enumerate((A, B)):
-        desk.note(one, desk.part(slot, 10 + slot), step=10)
+    for slot, incarnation in enumerate((A, B)):
+        desk.note(incarnation, desk.part(slot, 10 + slot), step=10)
     desk.pass_time(1.5)
     assert [desk.ledger(slot).fate for slot in (0, 1)] == [Fate.NOT_FINITE, Fate.MERGED]
     assert [(len(job.parts), job.version) for job in desk.merges] == [(2, 1), (1, 1)]

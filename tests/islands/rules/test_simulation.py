@@ -128,8 +128,10 @@ def test_rounds_come_at_the_pace_of_the_fastest_and_all_work_is_merged(
             for number, part in parts
             if number == process.machine.slot
         )
-        rest = process.machine.position - merged
-        assert rest <= 2 * plan.sync_every * plan.batch, f"island {slot}: not only its last parts"
+        unmerged = process.machine.position - merged
+        assert unmerged <= 2 * plan.sync_every * plan.batch, (
+            f"island {slot}: not only its last parts"
+        )
         assert process.waited.seconds <= 0.03 * simulation.world.now
 
 
@@ -154,14 +156,14 @@ def test_an_island_that_lies_starves_nobody(honest: int, lies: dict[str, Any]) -
     simulation.world.run(lambda: False, until=3.0)
     Liar(simulation, "liar", notes=10_000, **lies)
     simulation.world.run(lambda: False, until=50.0)
-    step = max(one.machine.step for one in simulation.islands)
+    step = max(island.machine.step for island in simulation.islands)
     [shared] = simulation.last.fragments
     assert shared.version <= 2.3 * step / plan.sync_every
     assert Fate.STALE not in simulation.fates
-    for one in simulation.islands:
-        assert one.machine.slot is not None
-        ledger = simulation.last.slots[one.machine.slot].ledgers[0]
-        unmerged = plan.batch * one.machine.step - ledger.taken
+    for island in simulation.islands:
+        assert island.machine.slot is not None
+        ledger = simulation.last.slots[island.machine.slot].ledgers[0]
+        unmerged = plan.batch * island.machine.step - ledger.taken
         assert unmerged <= 4 * plan.sync_every * plan.batch
         assert ledger.lost == 0
 
@@ -210,10 +212,10 @@ def test_a_lost_location_goes_on_from_a_checkpoint() -> None:
     again.run()
     first = again.first_founded
     founder = name_of(first.founder)
-    checkpoint = next(one for one in simulation.islands if one.name == founder).checkpoint
+    checkpoint = next(island for island in simulation.islands if island.name == founder).checkpoint
     assert checkpoint is not None
     assert first.run == checkpoint.saved.run
-    assert [one.clock for one in first.fragments] == checkpoint.saved.clocks
+    assert [shared.clock for shared in first.fragments] == checkpoint.saved.clocks
     settings = again.settings
     settings = replace(settings, sync_every=8, slots=3, total_tokens=900)
     assert replace(first.settings, fastest=settings.fastest) == settings
@@ -233,8 +235,8 @@ def test_a_mute_island_stalls_nobody() -> None:
         simulation.start(name, Nature(step=0.2))
     simulation.start("mute", Nature(step=0.2, is_mute=True))
     simulation.run(until=200.0)
-    healthy = [one for one in simulation.islands if not one.nature.is_mute]
-    assert all(one.waited.seconds < 10 * plan.grace for one in healthy)
+    healthy = [island for island in simulation.islands if not island.nature.is_mute]
+    assert all(island.waited.seconds < 10 * plan.grace for island in healthy)
 
 
 def test_a_planned_stop_loses_nothing() -> None:

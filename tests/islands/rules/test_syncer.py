@@ -52,7 +52,7 @@ def test_late_halves_of_a_round_do_not_move_twice_as_far() -> None:
         desk.note(B, step=step)
         desk.note(A, desk.part(0), step=step)
         desk.pass_time(0.5)
-    assert [one.slot for one in desk.merges[1].parts] == [0]
+    assert [waiting_part.slot for waiting_part in desk.merges[1].parts] == [0]
     assert desk.merges[1].weight_of_all == 20, "with the usual weight of the missing island"
 
 
@@ -288,10 +288,12 @@ def test_a_version_is_announced_before_and_named_after_its_upload() -> None:
     desk.pass_time(2.0)
     [kept] = desk.state.fragments[0].kept[1:]
     version = Object(VERSION, kept.number, 0, 1)
-    by_number = {one.number: one for one in desk.decisions}
+    by_number = {decision.number: decision for decision in desk.decisions}
     assert version in by_number[kept.number].writing
     assert version.name not in {
-        one.name for fragment in by_number[kept.number].fragments for one in fragment.objects(0)
+        stored.name
+        for fragment in by_number[kept.number].fragments
+        for stored in fragment.objects(0)
     }
 
 
@@ -348,8 +350,8 @@ def has_stopped(desk: Desk) -> bool:
 def test_a_stop_in_order_publishes_what_is_merged() -> None:
     desk = Desk(founded())
     desk.merges_last = True
-    for slot, one in enumerate((A, B)):
-        desk.note(one, desk.part(slot), step=10)
+    for slot, incarnation in enumerate((A, B)):
+        desk.note(incarnation, desk.part(slot), step=10)
     desk.pass_time(1.0)
     desk.syncer.is_stopping = True
     desk.pass_time(3.0)

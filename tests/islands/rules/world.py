@@ -179,8 +179,8 @@ class Store:
         return entry.content if entry.visible_at <= self.world.now else entry.before
 
     def names(self, prefix: str, after: str = "") -> list[str]:
-        found = (name for name in self.entries if name.startswith(prefix) and name > after)
-        return sorted(name for name in found if self.look(name) is not None)
+        names = (name for name in self.entries if name.startswith(prefix) and name > after)
+        return sorted(name for name in names if self.look(name) is not None)
 
     def delete(self, name: str) -> None:
         if self.entries.pop(name, None) is not None:

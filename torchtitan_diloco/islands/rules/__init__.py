@@ -15,10 +15,14 @@ follow its decisions. The files:
 | `ledger.py` | which parts count |
 | `presence.py` | which islands are running, and their slots |
 | `rounds.py` | when a round opens and closes, and for which islands it waits |
+| `wrong_parts.py` | which islands repeatedly send wrong parts |
+| `copies.py` | when the syncer writes copies |
 | `writer.py` | objects and decisions in flight, and old ones |
 | `syncer.py`, `jobs.py` | the syncer, and the jobs of its threads |
 | `fragment.py` | when an island sends, applies and waits |
+| `clock.py` | the tokens of the run, which its learning rate follows |
 | `checkpoint.py` | from which copies an island resumes |
+| `news.py` | messages of the syncer and of islands for users |
 | `island.py` | an island |
 
 **Decisions** are created, never replaced, and contain the whole state. All processes use the

@@ -134,7 +134,7 @@ def make(state: Decision, raw: bytes) -> Change:
     match change:
         case Set():
             after = changed(state.settings, change)
-            merged = max(one.clock for one in state.fragments)
+            merged = max(shared.clock for shared in state.fragments)
             if after.total_tokens < min(merged, state.settings.total_tokens):
                 raise MalformedError(
                     f"total_tokens {after.total_tokens}: the run has merged {merged}, give at "

@@ -49,8 +49,8 @@ class Saved(msgspec.Struct, frozen=True):
     def with_checksums(self, checksums: Sequence[str]) -> "Saved":
         """Return the same with the checksums of the copies as they were loaded."""
         fragments = [
-            SavedFragment(one.version, checksum)
-            for one, checksum in zip(self.fragments, checksums, strict=True)
+            SavedFragment(fragment.version, checksum)
+            for fragment, checksum in zip(self.fragments, checksums, strict=True)
         ]
         return msgspec.structs.replace(self, fragments=fragments)
 
@@ -74,7 +74,7 @@ def save(decision: Decision, versions: Sequence[int], *, slot: int | None, posit
     return Saved(
         run=decision.run,
         fragments=[SavedFragment(version) for version in versions] if has_all else [],
-        clocks=[one.clock for one in decision.fragments],
+        clocks=[shared.clock for shared in decision.fragments],
         slots=[
             SlotStart(slot.furthest, list(slot.entered), slot.corpus) for slot in decision.slots
         ],

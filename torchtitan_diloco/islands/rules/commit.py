@@ -18,8 +18,10 @@ from torchtitan_diloco.islands.rules.presence import most_listened
 
 RETRY = 0.3
 """Seconds after which a failed call is repeated."""
-LOOKS, VISIBLE_SECONDS = 3, 0.6
-"""Number of attempts, and seconds between them, to see a decision that a list does not show."""
+LOOKS = 3
+"""Number of attempts to see a decision that a list does not show."""
+VISIBLE_SECONDS = 0.6
+"""Seconds between these attempts."""
 
 
 class CallFailedError(ConnectionError):
@@ -79,11 +81,11 @@ def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
     name = run_name(number)
     before = run_name(number - 1)
     went_back = False
-    left = list[str]()
+    remaining = list[str]()
     while True:
         try:
             if went_back:
-                left = yield List(RUN)
+                remaining = yield List(RUN)
                 yield Delete(name)
                 break
             if not (yield Create(name, content)):
@@ -98,7 +100,7 @@ def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
             went_back = True
         except CallFailedError:
             yield Sleep(RETRY)
-    is_empty = all(other == name or run_number(other) is None for other in left)
+    is_empty = all(other == name or run_number(other) is None for other in remaining)
     kind = EmptiedError if is_empty else WentBackError
     raise kind(f"decision {number - 1} is no longer stored")
 
@@ -159,8 +161,10 @@ class Reader:
         return content
 
 
-STANDSTILL, PAUSES_STILL = 10.0, 3
-"""Seconds, and number of pauses between two decisions and between two looks, without a new decision
+STANDSTILL = 10.0
+"""Minimum seconds without a new decision after which a standby takes over."""
+PAUSES_STILL = 3
+"""Minimum number of pauses, between two decisions and between two looks, without a new decision
 after which a standby takes over."""
 LOOKS_APART = 2
 """Number of polls of an island between two looks of a standby."""

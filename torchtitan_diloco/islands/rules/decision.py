@@ -21,7 +21,7 @@ from torchtitan_diloco.islands.rules.fields import (
     Entered,
     MalformedError,
     Name,
-    Positive,
+    Ordinal,
     Seconds,
     Shapes,
     Tokens,
@@ -126,8 +126,10 @@ class Seen(msgspec.Struct, array_like=True, frozen=True):
     """Code of what the island says of itself. 0: nothing."""
 
 
-IS_IDLE, IS_SENDING = 1, 2
-"""Flags: it has stopped on purpose, and an upload is in flight."""
+IS_IDLE = 1
+"""Flag: the island has stopped on purpose."""
+IS_SENDING = 2
+"""Flag: an upload of the island is in flight."""
 
 
 class Kept(msgspec.Struct, array_like=True, frozen=True):
@@ -164,7 +166,7 @@ class SharedFragment(msgspec.Struct, array_like=True):
         return sum(rows * width for rows, width in self.shapes)
 
     def checksum(self, version: int) -> str | None:
-        return next((one.checksum for one in self.kept if one.version == version), None)
+        return next((kept.checksum for kept in self.kept if kept.version == version), None)
 
     def objects(self, fragment: int) -> Iterator[Object]:
         """Yield the objects that it names."""
@@ -181,12 +183,12 @@ class SharedFragment(msgspec.Struct, array_like=True):
         self.copies = self.copies[-2:]
         oldest = max(0, self.version - VERSIONS_LATE)
         oldest = min([oldest, *(copy.version for copy in self.copies)])
-        self.kept = [one for one in self.kept if one.version >= oldest]
+        self.kept = [kept for kept in self.kept if kept.version >= oldest]
 
 
 class Decision(msgspec.Struct, array_like=True):
     protocol: int
-    number: Positive
+    number: Ordinal
     session: str
     """Nonce of the syncer, so that two syncers never write the same bytes."""
     run: Name
@@ -221,25 +223,30 @@ class Decision(msgspec.Struct, array_like=True):
 
     @property
     def is_founded(self) -> bool:
-        return bool(self.fragments) and all(one.copies for one in self.fragments)
+        return bool(self.fragments) and all(shared.copies for shared in self.fragments)
 
     @property
     def names(self) -> set[str]:
         """Names of all objects that this decision names or announces."""
-        named = (one for f, part in enumerate(self.fragments) for one in part.objects(f))
-        return {one.name for one in named} | {one.name for one in self.writing}
+        named = (
+            stored
+            for number, shared in enumerate(self.fragments)
+            for stored in shared.objects(number)
+        )
+        return {stored.name for stored in (*named, *self.writing)}
 
     @property
     def phases(self) -> int:
         """Number of phases of the data that have begun."""
-        return self.settings.phases_at(max((one.clock for one in self.fragments), default=0))
+        clocks = (shared.clock for shared in self.fragments)
+        return self.settings.phases_at(max(clocks, default=0))
 
     def owners(self) -> list[str]:
         return [slot.owner for slot in self.slots if slot.owner is not None]
 
     def slot_of(self, incarnation: str) -> int | None:
-        owned = (n for n, slot in enumerate(self.slots) if slot.owner == incarnation)
-        return next(owned, None)
+        numbers = (number for number, slot in enumerate(self.slots) if slot.owner == incarnation)
+        return next(numbers, None)
 
 
 class _Head(msgspec.Struct, array_like=True):

@@ -167,8 +167,7 @@ class Founders:
         is_known = current in self._foundings
         if is_known and (self._is_adopting or not self._presence.is_silent(current)):
             return current
-        heard = (one for one in self._foundings if self._presence.is_heard(one))
-        return next(heard, current)
+        return next(filter(self._presence.is_heard, self._foundings), current)
 
     def founding_of(self, incarnation: str) -> Founding:
         return self._foundings[incarnation]
@@ -238,8 +237,8 @@ def check_run(
             f"the model has {len(shapes)} fragments here and {len(decision.fragments)} in the "
             "run: start this island with the model and the fragments of the run"
         )
-    for number, (own, shared) in enumerate(zip(shapes, decision.fragments, strict=True)):
-        if own != shared.shapes:
+    for number, (shapes_here, shared) in enumerate(zip(shapes, decision.fragments, strict=True)):
+        if shapes_here != shared.shapes:
             raise UserError(
                 f"fragment {number} has other parameters here than in the run: start this island "
                 "with the model and the fragments of the run"
@@ -257,8 +256,8 @@ def check_continues(before: Decision, after: Decision, slot: int | None) -> None
             raise WentBackError(
                 f"fragment {number} is at version {new.version}, and was at {old.version}"
             )
-        known = {one.version: one.checksum for one in old.kept}
-        if any(known.get(one.version, one.checksum) != one.checksum for one in new.kept):
+        known = {kept.version: kept.checksum for kept in old.kept}
+        if any(known.get(kept.version, kept.checksum) != kept.checksum for kept in new.kept):
             raise WentBackError(f"a version of fragment {number} has another checksum")
     if slot is None:
         return

@@ -23,9 +23,11 @@ LATE_MIXING = 0.5
 work."""
 TRIPS = 8
 """Number of round trips, and of uploads, whose median is the usual value."""
-FRESH, FRESH_CALLS = 2.0, 3
-"""Seconds, and number of decisions and polls, without a new decision after which training no longer
-waits."""
+FRESH = 2.0
+"""Seconds without a new decision after which training no longer waits, in addition to
+`FRESH_CALLS`."""
+FRESH_CALLS = 3
+"""Number of pauses between two decisions, and between two polls, that are added to `FRESH`."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class OwnFragment:
     counted: int = 0
     """Tokens of this island when the work that is in no part began."""
     expected_tokens: int = 0
-    """`expected_tokens` of this island at its last send."""
+    """`expected_tokens` of the clock of this island at its last send."""
     opened_at: float | None = None
     """Time at which it has read that a round is open."""
     trips: deque[float] = field(default_factory=lambda: deque(maxlen=TRIPS))
@@ -156,24 +158,27 @@ class OwnFragment:
             for kept in shared.kept
             if kept.number
         }
-        found = list[Object]()
+        downloads = list[Object]()
         needed = [updates.get(version) for version in range(held + 1, shared.version + 1)]
         if held < 0 or any(update is None or update in self.missing for update in needed):
             copy = self._newest_copy()
             if copy.version > held:
-                found.append(copy)
+                downloads.append(copy)
                 held = copy.version
         for version in range(held + 1, shared.version + 1):
             if version not in updates:
                 break  # it is lost: a newer copy comes
             if version not in self.updates:
-                found.append(updates[version])
-        return found
+                downloads.append(updates[version])
+        return downloads
 
     def _newest_copy(self) -> Object:
         """Return the newest copy that is not missing. With the updates since, the older one of two
         is as good."""
-        copies = [Object(COPY, one.number, self.number, one.version) for one in self.shared.copies]
+        copies = [
+            Object(COPY, stored.number, self.number, stored.version)
+            for stored in self.shared.copies
+        ]
         return next((copy for copy in reversed(copies) if copy not in self.missing), copies[-1])
 
     def on_held(self, stored: Object, now: float) -> None:
@@ -250,13 +255,15 @@ class OwnFragment:
         late = island.step - self.sent.step - island.settings.delay
         if late < 0 and not island.is_stopped:
             return None
-        mixing = island.settings.mixing_at(island.clock)
+        mixing = island.settings.mixing_at(island.clock.tokens)
         return self._apply(source, Mode.MIX, mixing if late <= 0 else max(mixing, LATE_MIXING))
 
     def _apply(self, source: Object, mode: Mode, share: float = 0.0) -> Apply:
         self.applied = source.version
-        self.updates = {v: one for v, one in self.updates.items() if v > self.applied}
-        self.missing = {one for one in self.missing if one.version > self.applied}
+        self.updates = {
+            version: update for version, update in self.updates.items() if version > self.applied
+        }
+        self.missing = {stored for stored in self.missing if stored.version > self.applied}
         if self.copy is not None and self.copy.version <= self.applied:
             self.copy = None
         if mode in (Mode.TAKE, Mode.RESET):
@@ -296,7 +303,7 @@ class OwnFragment:
         self.sent = Outstanding(part, step=island.step, at=now, is_stored=is_loss)
         if not is_loss:
             self.counted = island.tokens
-            self.expected_tokens = island.expected_tokens
+            self.expected_tokens = island.clock.expected_tokens
             self.last_sent = island.step
             self.turn = island.step + island.settings.sync_every
         return part
@@ -315,10 +322,10 @@ class OwnFragment:
             return True
         if self.opened_at is None:
             return False
-        left = self.opened_at + island.grace - now
+        seconds_left = self.opened_at + island.grace - now
         upload = statistics.median(self.uploads) if self.uploads else 0.0
         turn = (self.turn - island.step) * island.step_seconds
-        return upload <= left < turn + upload
+        return upload <= seconds_left < turn + upload
 
     def waits_until(self, now: float) -> float | None:
         """Return until when training waits for the version with this island's part.

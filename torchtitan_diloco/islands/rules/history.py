@@ -18,8 +18,10 @@ from torchtitan_diloco.islands.rules.fields import Count, MalformedError, Tokens
 from torchtitan_diloco.islands.rules.names import name_of
 from torchtitan_diloco.islands.rules.note import Note
 
-BIN_SECONDS, LEAST_SECONDS = 600.0, 60.0
-"""Length of a bin, and of one that is closed earlier because it is full of events."""
+BIN_SECONDS = 600.0
+"""Length of a bin."""
+LEAST_SECONDS = 60.0
+"""Minimum length of a bin that is closed earlier because it is full of events."""
 MOST_EVENTS = 64
 MOST_VALIDATED = 32
 MOST_NAMES = 1100
@@ -116,12 +118,12 @@ class History(msgspec.Struct, array_like=True):
 
     def _sums(self, incarnation: str) -> Sums:
         name = name_of(incarnation)
-        known = self.open.islands.get(name)
-        if known is None:
-            known = Sums()
+        sums = self.open.islands.get(name)
+        if sums is None:
+            sums = Sums()
             if len(self.open.islands) < MOST_NAMES:
-                self.open.islands[name] = known
-        return known
+                self.open.islands[name] = sums
+        return sums
 
     def add_merged(self, incarnation: str, tokens: int, note: Note | None, *, late: bool) -> None:
         sums = self._sums(incarnation)
@@ -164,9 +166,9 @@ class History(msgspec.Struct, array_like=True):
             self.number += 1
 
 
-def encode_bin(one: Bin) -> bytes:
+def encode_bin(bin_: Bin) -> bytes:
     """Return the content of an object of the history. It is the same for each syncer."""
-    return zlib.compress(msgspec.json.encode(one), 6)
+    return zlib.compress(msgspec.json.encode(bin_), 6)
 
 
 def decode_bin(raw: bytes) -> Bin:

@@ -13,6 +13,7 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.rules.checkpoint import Saved, save
+from torchtitan_diloco.islands.rules.clock import Clock
 from torchtitan_diloco.islands.rules.commit import STANDSTILL
 from torchtitan_diloco.islands.rules.copies import COPY_VERSIONS
 from torchtitan_diloco.islands.rules.decision import ENDS, SICK, Decision
@@ -39,9 +40,15 @@ from torchtitan_diloco.islands.rules.settings import Settings
 BEHIND = 1
 """Maximum number of versions that an island may be behind when it requests a slot."""
 
-ENDED, LEFT, REJOIN, OVER = "ended", "left", "rejoin", "over"
-"""Why an incarnation of an island is over, in addition to `ENDS`. After REJOIN, its process is to
-be restarted. OVER: the run has ended before it had a slot, and it has the final copies."""
+# Why an incarnation of an island is over, in addition to `ENDS`.
+ENDED = "ended"
+"""The run has ended, and the island has applied the final copies."""
+LEFT = "left"
+"""The island has left."""
+REJOIN = "rejoin"
+"""The slot was given to another island: the process of this one is to be restarted."""
+OVER = "over"
+"""The run has ended before the island had a slot, and it has the final copies."""
 
 
 class Island:
@@ -84,17 +91,14 @@ class Island:
         """Time at which a new decision was read."""
         self.dropped_samples = 0
         """Samples before its checkpoint that are not merged, and that it reads again."""
-        self.expected_tokens = 0
-        """Tokens that all islands should have trained while it has trained its own."""
+        self.clock = Clock()
+        """Tokens of the run, which its learning rate follows."""
         self.news = News()
         self._facts = facts
         self._shapes = list(shapes)
         self._saved = saved
         self._counter = 0
         self._stored = list[Part]()  # parts whose objects exist
-        self._clock_floor = 0
-        self._clock_base = (0, 0)  # merged tokens, and those expected until then
-        self._training_islands = 1  # how many train as it does, while decisions are heard
         self._boundary_at = -math.inf
         self._trains_until = 0
         self._sent_step = -1
@@ -111,20 +115,6 @@ class Island:
         """Time for which it waits for a version with its part."""
         return max(self.settings.grace, self.settings.delay * self.step_seconds)
 
-    @property
-    def clock(self) -> int:
-        """Merged tokens, plus those expected since. It never decreases while the island trains:
-        learning rates follow it. A restart drops what is not merged, and counts merged tokens only.
-
-        Its own tokens count times the islands that were ready when the last version was applied, or
-        once while nobody decides, as the others may be gone, too. If they are not, the clock jumps
-        forward when their work is merged. One that is too high would stay so: the island would stop
-        early, or train the rest of the run at its last learning rate.
-        """
-        merged, expected = self._clock_base
-        self._clock_floor = max(self._clock_floor, merged + self.expected_tokens - expected)
-        return self._clock_floor
-
     # --- decisions --------------------------------------------------------------------------------
 
     @property
@@ -136,8 +126,8 @@ class Island:
         return decision.founder == self.incarnation
 
     def on_empty(self) -> None:
-        """The location contains no decision. Raise a UserError if it is not the one of the run, or
-        this island cannot found the run there."""
+        """Take note that the location contains no decision. Raise a UserError if it is not the one
+        of the run, or this island cannot found the run there."""
         if self.founds is not None and not self.may_found:
             check_founding(self.founds, self._facts)
             self.may_found = True
@@ -182,10 +172,10 @@ class Island:
         if not self.fragments:
             self._prepare()
         if not self.is_training:
-            self._clock_floor = max(one.clock for one in decision.fragments)
+            self.clock.stand_at(max(shared.clock for shared in decision.fragments))
         if self.slot is not None:
-            for one in self.fragments if self.is_training else ():
-                one.on_decision(now)
+            for fragment in self.fragments if self.is_training else ():
+                fragment.on_decision(now)
             if before is not None and before.settings.sync_every != self.settings.sync_every:
                 self._change_turns()
         self._begin_if_ready()
@@ -202,8 +192,8 @@ class Island:
             self.news.say("its numbers are repeatedly wrong, and rounds do not wait for it")
         slot = decision.slot_of(self.incarnation)
         if self.slot is not None and slot != self.slot:
-            for one in self.fragments:
-                one.sent = None  # parts belong to the slot
+            for fragment in self.fragments:
+                fragment.sent = None  # parts belong to the slot
             if self.is_leaving:
                 self._end(LEFT, "")
             else:
@@ -219,63 +209,64 @@ class Island:
 
     def _prepare(self) -> None:
         assert self.decision is not None
-        self.fragments = [OwnFragment(self, n) for n in range(len(self.decision.fragments))]
+        self.fragments = [
+            OwnFragment(self, number) for number in range(len(self.decision.fragments))
+        ]
         saved = [] if self._saved is None else self._saved.fragments
-        for one, copy in zip(self.fragments, saved, strict=False):
-            one.applied = copy.version
-            one.on_checksum(copy.version, copy.checksum or "unknown")
+        for fragment, copy in zip(self.fragments, saved, strict=False):
+            fragment.applied = copy.version
+            fragment.on_checksum(copy.version, copy.checksum or "unknown")
 
     def wanted(self) -> list[Object]:
         """Return the objects to download, those of a fragment in this order."""
         if self.ending or self.decision is None or not self.decision.is_founded:
             return []
-        return [stored for one in self.fragments for stored in one.wanted()]
+        return [stored for fragment in self.fragments for stored in fragment.wanted()]
 
     def on_held(self, stored: Object, now: float) -> None:
-        """An object was downloaded and its bytes were checked."""
+        """Take note that an object was downloaded, and its bytes were checked."""
         if stored.fragment < len(self.fragments):
             self.fragments[stored.fragment].on_held(stored, now)
             self._begin_if_ready()
 
     def on_missing(self, stored: Object) -> None:
-        """An object could not be read, because it is not visible yet, is damaged, or was lost when
-        the store was put back, or because a disk fails. A newer copy takes its place once there is
-        one."""
+        """Take note that an object could not be read, because it is not visible yet, is damaged, or
+        was lost when the store was put back, or because a disk fails. A newer copy takes its place
+        once there is one."""
         if stored.fragment < len(self.fragments):
             self.fragments[stored.fragment].missing.add(stored)
 
-    def on_checksum(self, fragment: int, version: int, checksum: str) -> None:
-        """P of this version was computed and has this checksum."""
-        self.fragments[fragment].on_checksum(version, checksum)
+    def on_checksum(self, number: int, version: int, checksum: str) -> None:
+        """Compare the computed checksum of P of this version."""
+        self.fragments[number].on_checksum(version, checksum)
 
     def _is_near(self) -> bool:
         return bool(self.fragments) and all(
-            one.held >= one.shared.version - BEHIND for one in self.fragments
+            fragment.held >= fragment.shared.version - BEHIND for fragment in self.fragments
         )
 
     def _begin_if_ready(self) -> None:
         decision = self.decision
         if self.is_training or decision is None or self.slot is None or not decision.begun:
             return
-        if not self._is_near() or any(one.applied < 0 for one in self.fragments):
+        if not self._is_near() or any(fragment.applied < 0 for fragment in self.fragments):
             return
         slot = decision.slots[self.slot]
         self.position = slot.furthest
         self.entered = list(slot.entered)
-        self._clock_base = (self._clock_floor, self.expected_tokens)
+        self.clock.begin(len(decision.owners()))
         if self._saved is not None and self._saved.slot == self.slot:
             self.dropped_samples = max(0, self._saved.position - slot.furthest)
-        self._training_islands = max(1, len(decision.owners()))
         self.is_training = True
         self._take_turns(0)
-        for one in self.fragments:
-            one.resets = Mode.TAKE
+        for fragment in self.fragments:
+            fragment.resets = Mode.TAKE
 
     def _take_turns(self, step: int) -> None:
         """Let the fragments take turns in the H steps that follow H steps from `step` on."""
         schedule = Schedule(self.settings.sync_every, len(self.fragments), self.settings.delay)
-        for one in self.fragments:
-            one.turn = step + schedule.first_send(one.number)
+        for fragment in self.fragments:
+            fragment.turn = step + schedule.first_send(fragment.number)
 
     def _change_turns(self) -> None:
         """Let the fragments take turns in H steps, from the next step on, as H has changed.
@@ -287,9 +278,9 @@ class Island:
         every = self.settings.sync_every
         schedule = Schedule(every, len(self.fragments), self.settings.delay)
         starts = [
-            one.last_sent + every - schedule.offset(one.number)
-            for one in self.fragments
-            if one.last_sent is not None
+            fragment.last_sent + every - schedule.offset(fragment.number)
+            for fragment in self.fragments
+            if fragment.last_sent is not None
         ]
         self._take_turns(max([self.step + 1, *starts]) - every)
 
@@ -301,18 +292,18 @@ class Island:
         self.position += samples
         self.tokens += tokens
         is_decided = self._boundary_at - self.heard_at <= STANDSTILL
-        self.expected_tokens += tokens * (self._training_islands if is_decided else 1)
+        self.clock.advance(tokens, is_decided=is_decided)
         self.step_seconds = seconds
 
-    def on_reset(self, fragment: int) -> None:
-        """Theta of a fragment was replaced by P, because it was not finite. Call this after the
-        `finish_step` of that step, so that the lost work includes it."""
-        self.fragments[fragment].lose()
+    def on_reset(self, number: int) -> None:
+        """Take note that theta of a fragment was replaced by P, because it was not finite. Call
+        this after the `finish_step` of that step, so that the lost work includes it."""
+        self.fragments[number].lose()
 
     def enter_phase(self, position: int) -> None:
-        """The stream enters the next phase of the data at this position, which it has not read
-        yet, but not before the phase that its slot has entered last. After a restart, that may
-        begin at a later sample than those that are read again."""
+        """Enter the next phase of the data at this position, which the stream has not read yet, but
+        not before the phase that its slot has entered last. After a restart, that may begin at a
+        later sample than those that are read again."""
         assert position >= self.position
         self.entered.append(max([position, *self.entered]))
 
@@ -322,23 +313,24 @@ class Island:
         if self.slot is None:
             self._end(LEFT, "")
 
-    def on_applied(self, one: OwnFragment, mode: Mode) -> None:
+    def on_applied(self, fragment: OwnFragment, mode: Mode) -> None:
         """Take the clock of a version. A MIX contains the tokens up to its send."""
-        if self.decision is None or not self.is_training or one.applied != one.shared.version:
+        if self.decision is None or not self.is_training:
             return
-        expected = one.expected_tokens if mode is Mode.MIX else self.expected_tokens
-        self._clock_floor = self.clock
-        self._clock_base = (one.shared.clock, expected)
-        self._training_islands = max(1, len(self.decision.ready))
+        if fragment.applied != fragment.shared.version:
+            return
+        is_mixed = mode is Mode.MIX
+        expected = fragment.expected_tokens if is_mixed else self.clock.expected_tokens
+        self.clock.apply(fragment.shared.clock, expected, len(self.decision.ready))
 
     def boundary(self, now: float) -> Boundary:
         """Return the next actions. Call this again after they are done, until there are none."""
         self._boundary_at = now
-        due = Boundary(self.clock)
+        due = Boundary(self.clock.tokens)
         if self.decision is None or self.ending:
             return due
-        for one in self.fragments:
-            while (apply := one.next_apply()) is not None:
+        for fragment in self.fragments:
+            while (apply := fragment.next_apply()) is not None:
                 due.applies.append(apply)
         self._begin_if_ready()
         if not self.is_training:
@@ -350,12 +342,14 @@ class Island:
             return due
         # Once per boundary: another send while it waits would begin another grace.
         may_send = self.is_stopped or self._sent_step != self.step
-        for one in self.fragments:
-            part = one.next_send(now, may_send=may_send)
+        for fragment in self.fragments:
+            part = fragment.next_send(now, may_send=may_send)
             if part is not None and not part.is_loss:
                 due.sends.append(Send(part))
                 self._sent_step = self.step
-        waits = [until for one in self.fragments if (until := one.waits_until(now)) is not None]
+        waits = [
+            until for fragment in self.fragments if (until := fragment.waits_until(now)) is not None
+        ]
         due.waits_until = max(waits, default=None)
         due.is_training = not self.is_stopped
         due.phases = max(len(self.entered), self.decision.phases)
@@ -363,18 +357,19 @@ class Island:
         return due
 
     def on_stored(self, part: Part, size: int, now: float, *, is_finite: bool = True) -> None:
-        """The bytes of a part are stored. If it is not finite, it has none and becomes a loss."""
-        one = self.fragments[part.fragment]
-        if one.sent is None or one.sent.part is not part:
+        """Take note that the bytes of a part are stored. If it is not finite, it has none and
+        becomes a loss."""
+        fragment = self.fragments[part.fragment]
+        if fragment.sent is None or fragment.sent.part is not part:
             return
-        one.uploads.append(now - one.sent.at)
-        one.sent.is_stored = True
+        fragment.uploads.append(now - fragment.sent.at)
+        fragment.sent.is_stored = True
         if is_finite:
             self._stored.append(part)
-            one.sent.part = msgspec.structs.replace(part, size=size)
+            fragment.sent.part = msgspec.structs.replace(part, size=size)
             return
-        one.sent.part = msgspec.structs.replace(part, weight=0, is_loss=True)
-        one.resets = Mode.RESET
+        fragment.sent.part = msgspec.structs.replace(part, weight=0, is_loss=True)
+        fragment.resets = Mode.RESET
 
     def _look_at_end(self) -> None:
         """Decide whether to take another step.
@@ -384,28 +379,31 @@ class Island:
         """
         assert self.decision is not None
         total = self.settings.total_tokens
-        short = max(total - one.shared.clock for one in self.fragments)
+        short = max(total - fragment.shared.clock for fragment in self.fragments)
         if self.is_leaving or short <= 0:
             self.is_stopped = True
-        elif self.clock < total:
+        elif self.clock.tokens < total:
             self.is_stopped = False
         elif not self.is_stopped:
             self.is_stopped = self.step >= self._trains_until
-        elif not any(one.sent is not None or self._has_unsent(one) for one in self.fragments):
+        elif not any(
+            fragment.sent is not None or self._has_unsent(fragment) for fragment in self.fragments
+        ):
             per_step = max(1, self.tokens // max(1, self.step)) * max(1, len(self.decision.ready))
             steps = min(math.ceil(short / per_step), self.settings.sync_every)
             self._trains_until = self.step + steps
             self.is_stopped = False
 
-    def _has_unsent(self, one: OwnFragment) -> bool:
-        is_short = one.shared.clock < self.settings.total_tokens
-        return is_short and self.position > one.ledger.taken
+    def _has_unsent(self, fragment: OwnFragment) -> bool:
+        is_short = fragment.shared.clock < self.settings.total_tokens
+        return is_short and self.position > fragment.ledger.taken
 
     def _finish(self, why: str) -> None:
         """End once the run has ended and the final copies are applied."""
         assert self.decision is not None
         has_all = all(
-            one.applied == one.shared.version and not one.is_wrong for one in self.fragments
+            fragment.applied == fragment.shared.version and not fragment.is_wrong
+            for fragment in self.fragments
         )
         if self.decision.ended and has_all:
             self._end(why, "")
@@ -420,14 +418,14 @@ class Island:
         if not self.is_leaving:
             return ""
         is_busy = self.is_training and any(
-            one.is_undecided or self._has_unsent(one) for one in self.fragments
+            fragment.is_undecided or self._has_unsent(fragment) for fragment in self.fragments
         )
         return "" if is_busy else GIVE
 
     def note(self, gauges: NotedGauges | None = None) -> bytes:
         """Return the note of this incarnation."""
         self._counter += 1
-        behind = (one.shared.version - one.held for one in self.fragments)
+        behind = (fragment.shared.version - fragment.held for fragment in self.fragments)
         return encode_note(
             Note(
                 counter=self._counter,
@@ -437,11 +435,13 @@ class Island:
                 position=self.position,
                 step_seconds=self.step_seconds,
                 is_idle=self.is_training and self.is_stopped,
-                sending=[one.number for one in self.fragments if one.is_sending],
+                sending=[fragment.number for fragment in self.fragments if fragment.is_sending],
                 parts=[
-                    msgspec.Raw(msgspec.json.encode(one.sent.part))
-                    for one in self.fragments
-                    if one.sent is not None and one.sent.is_stored and one.is_undecided
+                    msgspec.Raw(msgspec.json.encode(fragment.sent.part))
+                    for fragment in self.fragments
+                    if fragment.sent is not None
+                    and fragment.sent.is_stored
+                    and fragment.is_undecided
                 ],
                 corpus=self.corpus,
                 needs_copies=self.slot is None and max(behind, default=0) > COPY_VERSIONS,
@@ -468,5 +468,5 @@ class Island:
         """Return the content of a checkpoint, or None before the run is founded."""
         if self.decision is None or not self.decision.fragments:
             return None
-        versions = [one.applied for one in self.fragments]
+        versions = [fragment.applied for fragment in self.fragments]
         return save(self.decision, versions, slot=self.slot, position=self.position)

@@ -117,11 +117,11 @@ def load(shared: SharedFragment, number: int) -> Load:
     """Return the job that loads a fragment from the objects that a decision names."""
     copy = shared.copies[-1]
     outer = shared.outer
-    later = (one for one in shared.kept if one.version > copy.version)
+    later = (kept for kept in shared.kept if kept.version > copy.version)
     return Load(
         fragment=number,
         copy=Object(COPY, copy.number, number, copy.version),
-        versions=tuple(Object(VERSION, one.number, number, one.version) for one in later),
+        versions=tuple(Object(VERSION, kept.number, number, kept.version) for kept in later),
         outer=Object(OUTER, outer.number, number, outer.version) if outer else None,
         checksum=shared.checksum(shared.version) or "",
     )

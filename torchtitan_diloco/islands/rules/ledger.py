@@ -7,11 +7,15 @@ from torchtitan_diloco.islands.rules.settings import Settings
 
 SLACK_SECONDS = 1.0
 """Seconds by which clocks and notes are not exact."""
-UNKNOWN_CYCLES, UNKNOWN_SHARE = 100, 0.01
-"""Number of cycles of the founder, or share of the run if that is more, that a part may contain
-while `fastest` is unknown. The batches of others may be far larger than those of the founder."""
-BYTES_PER_ELEMENT, HEADER_BYTES = 8, 2**20
-"""Maximum size of a part: no codec needs more."""
+UNKNOWN_CYCLES = 100
+"""Number of cycles of the founder that a part may contain while `fastest` is unknown. The batches
+of others may be far larger than those of the founder."""
+UNKNOWN_SHARE = 0.01
+"""Share of the run that a part may contain while `fastest` is unknown, if that is more."""
+MOST_BYTES_PER_ELEMENT = 8
+"""Maximum number of bytes of a part per element: no codec needs more."""
+MOST_HEADER_BYTES = 2**20
+"""Allowance for all else in a part, such as its header, which is far smaller."""
 
 
 def most_samples(settings: Settings, ledger: Ledger, age: float) -> float:
@@ -48,7 +52,7 @@ def judge(decision: Decision, slot: int, part: Part, age: float) -> Fate:
         return Fate.OVER
     if samples > allowed:
         return Fate.TOO_LONG
-    most = BYTES_PER_ELEMENT * fragment.elements + HEADER_BYTES
+    most = MOST_BYTES_PER_ELEMENT * fragment.elements + MOST_HEADER_BYTES
     if part.weight > samples * settings.tokens_per_sample or not 0 < part.size <= most:
         return Fate.TOO_HEAVY
     if part.base < max(ledger.version, fragment.version - VERSIONS_LATE):

@@ -34,8 +34,9 @@ VERSION = "version"
 COPY = "copy"
 OUTER = "outer"
 DIGITS = 12
-LARGEST = 10**DIGITS - 1
 """Digits of numbers in names: enough for 30,000 years of decisions."""
+LARGEST = 10**DIGITS - 1
+"""Largest number in a name."""
 HISTORY_DIGITS = 6
 LOGIN_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,39}"
 NAME_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}"
@@ -72,8 +73,8 @@ def run_name(number: int) -> str:
 
 def run_number(name: str) -> int | None:
     """Return the number of a decision, or None for any other name."""
-    found = _RUN.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _RUN.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def history_name(number: int) -> str:
@@ -90,14 +91,14 @@ def founding_name(incarnation: str, fragment: int | None = None) -> str:
 
 
 def object_of(name: str) -> Object | None:
-    found = _OBJECT.fullmatch(name)
-    return Object(found[1], int(found[2]), int(found[3]), int(found[4])) if found else None
+    match = _OBJECT.fullmatch(name)
+    return Object(match[1], int(match[2]), int(match[3]), int(match[4])) if match else None
 
 
 def incarnation_of(name: str) -> str | None:
     """Return the incarnation of an island, NAME/NONCE, to which an object belongs."""
-    found = _OF_INCARNATION.fullmatch(name)
-    return next(filter(None, found.groups())) if found else None
+    match = _OF_INCARNATION.fullmatch(name)
+    return next(filter(None, match.groups())) if match else None
 
 
 def name_of(incarnation: str) -> str:
@@ -123,5 +124,5 @@ def is_garbage(name: str, number: int, known: Collection[str]) -> bool:
     announces. An object is announced before its upload starts, by the decision whose number it has,
     which exists once. Later decisions can therefore only name objects that this one still names.
     """
-    found = object_of(name)
-    return found is not None and found.number <= number and name not in known
+    stored = object_of(name)
+    return stored is not None and stored.number <= number and name not in known

@@ -15,7 +15,7 @@ from torchtitan_diloco.islands.rules.fields import (
     Entered,
     MalformedError,
     Name,
-    Positive,
+    Ordinal,
     Seconds,
     Tokens,
 )
@@ -32,19 +32,21 @@ Loss = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
 Bytes = Annotated[int, Meta(ge=0, le=10**18)]
 
-JOIN, GIVE = "join", "give"
-"""Requests: to get a slot, and to give it back."""
+JOIN = "join"
+"""Request to get a slot."""
+GIVE = "give"
+"""Request to give the slot back."""
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True):
     """The delta of a fragment, which is stored, or a loss."""
 
     fragment: Annotated[int, Meta(ge=0, lt=MOST_FRAGMENTS)]
-    number: Positive
+    number: Ordinal
     base: Count  # version of the published copy from which the delta is computed
     checksum: Checksum  # of that copy
     start: Count
-    end: Positive  # range of the slot's samples, `end` excluded
+    end: Ordinal  # range of the slot's samples, `end` excluded
     weight: Count = 0  # tokens of the range, without skipped steps
     size: Count = 0  # bytes
     codec: Name = "fp32"
@@ -58,7 +60,7 @@ class PartHead(msgspec.Struct, array_like=True, frozen=True):
     """The readable content of a malformed part."""
 
     fragment: Annotated[int, Meta(ge=0, lt=MOST_FRAGMENTS)]
-    number: Positive
+    number: Ordinal
 
 
 class NotedVitals(msgspec.Struct, array_like=True, frozen=True):
@@ -100,7 +102,7 @@ class NotedGauges(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Note(msgspec.Struct, array_like=True):
-    counter: Positive
+    counter: Ordinal
     """Increases with each note. A lower number is an older note that arrived late."""
     wish: Annotated[str, Meta(pattern=r"^(join|give)?\Z")] = ""
     step: Count = 0

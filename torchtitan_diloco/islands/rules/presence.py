@@ -38,9 +38,12 @@ WITHOUT_WORK = 3
 taken."""
 LONGEST_CYCLE = 60
 """A cycle counts at most this multiple of `slot_seconds`, because islands report its length."""
-MOST_STARTS, MOST_OF_LOGIN = 8, 64
-"""Maximum number of incarnations of a name, and of a login, that are heard at a time, in addition
-to the owners of slots."""
+MOST_STARTS = 8
+"""Maximum number of incarnations of a name that are heard at a time, in addition to the owners of
+slots."""
+MOST_OF_LOGIN = 64
+"""Maximum number of incarnations of a login that are heard at a time, in addition to the owners of
+slots."""
 
 
 @dataclass
@@ -77,9 +80,9 @@ class Presence:
         """Return the names of the notes to read: those of owners of slots and of known
         incarnations, and as many others as may be heard, the first ones of each island."""
         heard = Counter[tuple[str, str]]()
-        for known in self.members:
-            if known not in owners and self.is_heard(known):
-                heard.update(_groups(known))
+        for known_incarnation in self.members:
+            if known_incarnation not in owners and self.is_heard(known_incarnation):
+                heard.update(_groups(known_incarnation))
         chosen = list[str]()
         for name in names:
             incarnation = incarnation_of(name)
@@ -96,19 +99,19 @@ class Presence:
 
     def hear(self, incarnation: str, note: Note, owners: Collection[str] = ()) -> bool:
         """Process a note, and return whether it is new, and its island may be heard."""
-        known = self.members.get(incarnation)
+        member = self.members.get(incarnation)
         at = self.listened
-        if known is None:
+        if member is None:
             if not self.choose([ISLAND + incarnation], owners):
                 return False
             self.members[incarnation] = Member(note, arrived=at, heard=at, stepped=at)
             return True
-        if note.counter <= known.note.counter:
+        if note.counter <= member.note.counter:
             return False
-        if note.step != known.note.step:
-            known.stepped = at
-        known.note = note
-        known.heard = at
+        if note.step != member.note.step:
+            member.stepped = at
+        member.note = note
+        member.heard = at
         return True
 
     def note_of(self, incarnation: str | None) -> Note | None:
@@ -234,16 +237,17 @@ class Seats:
             if name_of(incarnation) in decision.barred:
                 decision.told[incarnation] = BARRED
                 continue
-            found = self._find(incarnation, member.note)
-            if found is not None:
-                before = self._give(found, incarnation, member.note, age)
-                yield Handover(found, before, incarnation)
+            slot_number = self._find(incarnation, member.note)
+            if slot_number is not None:
+                before = self._give(slot_number, incarnation, member.note, age)
+                yield Handover(slot_number, before, incarnation)
 
     def _release(self, slot: Slot, age: float) -> None:
         """Free a slot, and count the samples that its next owner reads again."""
         note = self._presence.note_of(slot.owner)
         if note is not None:
-            most = max(most_samples(self._decision.settings, one, age) for one in slot.ledgers)
+            settings = self._decision.settings
+            most = max(most_samples(settings, ledger, age) for ledger in slot.ledgers)
             again = int(min(max(0, note.position - slot.furthest), most))
             slot.read_twice = min(slot.read_twice + again, FURTHEST)
         self._worked.pop(slot.owner or "", None)
@@ -252,12 +256,12 @@ class Seats:
     def _starts(self, name: str) -> list[str]:
         """Return the incarnations of an island, starting with the one that counts."""
         owners = self._decision.owners()
-        starts = [one for one in self._presence.members if name_of(one) == name]
-        starts += [one for one in owners if name_of(one) == name and one not in starts]
-        return sorted(starts, key=lambda one: one not in owners)
+        incarnations = dict.fromkeys((*self._presence.members, *owners))
+        starts = [incarnation for incarnation in incarnations if name_of(incarnation) == name]
+        return sorted(starts, key=lambda incarnation: incarnation not in owners)
 
     def _tell_twins(self) -> None:
-        """The first incarnation of a name wins while its counter increases.
+        """Tell later incarnations of a name to end, while the counter of the first one increases.
 
         The last note of a killed incarnation may arrive after the first note of the next one.
         Therefore, an incarnation is only told if the counter of an earlier one has increased some
@@ -285,13 +289,17 @@ class Seats:
                     return None
                 if slot.corpus in ("", note.corpus):
                     return None if self._is_busy(number) else number
-        fitting = [n for n, slot in enumerate(slots) if slot.corpus in ("", note.corpus)]
+        fitting = [number for number, slot in enumerate(slots) if slot.corpus in ("", note.corpus)]
         free = [number for number in fitting if slots[number].owner is None]
         if free:
             return free[0]
         if len(slots) < decision.settings.slots:
             return len(slots)
-        idle = (n for n in fitting if self._is_replaceable(n) and not self._is_busy(n))
+        idle = (
+            number
+            for number in fitting
+            if self._is_replaceable(number) and not self._is_busy(number)
+        )
         return next(idle, None)
 
     def _is_replaceable(self, number: int) -> bool:

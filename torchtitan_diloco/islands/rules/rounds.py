@@ -19,8 +19,10 @@ PACE = 0.9
 """Share of H steps that the pacing island completes from one opening to the next."""
 SECOND_PACES = 3
 """Number of islands from which on the second fastest one sets the pace."""
-HEADROOM, FASTEST = 100.0, 1e9
-"""`fastest` is this multiple of the speed of the islands, and at most this value."""
+HEADROOM = 100.0
+"""Multiple of the speed of the islands to which `fastest` is set."""
+FASTEST = 1e9
+"""Maximum value of `fastest`."""
 VERSIONS_JUDGED_BY = 5
 """Number of latest versions whose median norm is the usual one. It is unknown before as many."""
 IMPLAUSIBLE_RMS = 1e4
@@ -60,10 +62,10 @@ class Speeds:
 
     def limit(self, settings: Settings, owners: Sequence[str]) -> Settings:
         """Return the settings with `fastest`, if it was unknown, and enough owners are measured."""
-        known = [self._speeds[owner] for owner in owners if owner in self._speeds]
-        if settings.fastest or len(known) < min(SECOND_PACES, max(1, len(owners))):
+        speeds = [self._speeds[owner] for owner in owners if owner in self._speeds]
+        if settings.fastest or len(speeds) < min(SECOND_PACES, max(1, len(owners))):
             return settings
-        speed = HEADROOM * pacing(sorted(known, reverse=True))
+        speed = HEADROOM * pacing(sorted(speeds, reverse=True))
         return msgspec.structs.replace(settings, fastest=float(f"{min(FASTEST, speed):.3g}"))
 
 
@@ -93,8 +95,8 @@ def find_outliers(
     outliers = set[int]()
     for key, norm in norms.items():
         others = [other for number, other in norms.items() if number != key]
-        known = usual or (statistics.median(others) if len(others) > 1 else 0.0)
-        if known and norm > limit * known:
+        usual_norm = usual or (statistics.median(others) if len(others) > 1 else 0.0)
+        if usual_norm and norm > limit * usual_norm:
             outliers.add(key)
     is_common = len(outliers) == len(norms) and (alone or len(norms) > 1)
     return set() if is_common else outliers
@@ -132,13 +134,18 @@ class Round:
 
     def find(self, incarnation: str, part: Part) -> WaitingPart | None:
         """Return a part that waits, or None if it does not any more."""
-        waiting = self.waiting.values()
+        waiting_parts = self.waiting.values()
         return next(
-            (one for one in waiting if (one.incarnation, one.part) == (incarnation, part)), None
+            (
+                waiting_part
+                for waiting_part in waiting_parts
+                if waiting_part.incarnation == incarnation and waiting_part.part == part
+            ),
+            None,
         )
 
     def is_busy(self, slot: int) -> bool:
-        return slot in self.waiting or any(one.slot == slot for one in self.merging)
+        return slot in self.waiting or slot in {merged.slot for merged in self.merging}
 
     def forget(self, gone: Collection[str]) -> None:
         """Forget incarnations that are gone."""
@@ -157,7 +164,7 @@ class Round:
         grace period.
         """
         grace = self.grace
-        found = dict[int, str]()
+        owners = dict[int, str]()
         for number, slot in enumerate(self.decision.slots):
             owner = slot.owner
             if owner is None or owner in self.decision.told:
@@ -168,13 +175,12 @@ class Round:
             uploads = note is not None and self.fragment in note.sending
             uploads = uploads and self.presence.is_heard(owner)
             if had_part and (uploads or self.presence.is_stepping(owner, grace)):
-                found[number] = owner
-        return found
+                owners[number] = owner
+        return owners
 
     @property
     def grace(self) -> float:
-        """Return the time for which an open round waits: the setting, or tau steps of the pacing
-        island."""
+        """Seconds for which an open round waits: the setting, or tau steps of the pacing island."""
         settings = self.decision.settings
         notes = (self.presence.note_of(owner) for owner in self.decision.owners())
         steps = sorted(note.step_seconds for note in notes if note and note.step_seconds > 0)
@@ -207,17 +213,19 @@ class Round:
         could close rounds as fast as it sends samples. All owners that complete steps set the pace,
         and not only those that are ready: who is late does not become the only one that counts.
         """
-        stopped = {slot for slot, one in self.waiting.items() if not self._steps(one.incarnation)}
+        senders = {slot: waiting_part.incarnation for slot, waiting_part in self.waiting.items()}
+        stopped = {slot for slot, sender in senders.items() if not self._steps(sender)}
         training = [owner for owner in self.decision.owners() if self._steps(owner)]
         if stopped - self.hurried or (stopped and not training):
             self.hurried |= stopped
             return True
-        made = list[float]()
-        for owner in training or [one.incarnation for one in self.waiting.values()]:
+        steps_made = list[float]()
+        for owner in training or senders.values():
             note = self.presence.note_of(owner)
             assert note is not None
-            made.append(note.step - self.steps.get(owner, -self.decision.settings.sync_every))
-        is_due = pacing(sorted(made, reverse=True)) >= PACE * self.decision.settings.sync_every
+            steps_made.append(note.step - self.steps.get(owner, -self.decision.settings.sync_every))
+        fewest = PACE * self.decision.settings.sync_every
+        is_due = pacing(sorted(steps_made, reverse=True)) >= fewest
         if is_due:
             self.hurried = set()
         return is_due
@@ -231,11 +239,11 @@ class Round:
         """Judge the waiting parts again, because the fragment may have changed, and drop the
         others."""
         refused = list[tuple[WaitingPart, Fate]]()
-        for slot, one in list(self.waiting.items()):
-            fate = judge(self.decision, slot, one.part, age)
+        for slot, waiting_part in list(self.waiting.items()):
+            fate = judge(self.decision, slot, waiting_part.part, age)
             if fate is not Fate.NONE:
                 del self.waiting[slot]
-                refused.append((one, fate))
+                refused.append((waiting_part, fate))
         return refused
 
     def close_if_due(self, now: float) -> bool:
@@ -251,44 +259,53 @@ class Round:
         if not self.waiting:
             self.shared.is_open = False
             return False
-        parts = [one for _, one in sorted(self.waiting.items()) if one.is_fetched]
-        missing = self.ready().keys() - {one.slot for one in parts}
+        in_order = [waiting_part for _, waiting_part in sorted(self.waiting.items())]
+        parts = [waiting_part for waiting_part in in_order if waiting_part.is_fetched]
+        missing = self.ready().keys() - {waiting_part.slot for waiting_part in parts}
         is_fetching = len(parts) < len(self.waiting)
         is_over = now >= self.opened_at + self.grace
         if not parts or ((missing or is_fetching) and not is_over):
             return False
         self.shared.is_open = False
         self.merging = parts
-        for one in parts:
-            del self.waiting[one.slot]
-        total = sum(one.part.weight for one in parts)
+        for waiting_part in parts:
+            del self.waiting[waiting_part.slot]
+        total = sum(waiting_part.part.weight for waiting_part in parts)
         usual = [self._usual_weight(slot, total // len(parts)) for slot in missing]
         self.weight_of_all = total + sum(usual)
         return True
 
     def _usual_weight(self, slot: int, default: int) -> int:
         owner = self.decision.slots[slot].owner or ""
-        known = self.weights.get(owner)
-        return statistics.median_low(known) if known else default
+        weights = self.weights.get(owner)
+        return statistics.median_low(weights) if weights else default
 
     def judge_norms(self, norms: Sequence[float]) -> list[tuple[WaitingPart, Fate]]:
         """Process the norms of the parts that were merged, and drop those that must not count. The
         others have to be merged again then, which is rare: so no part is decoded twice."""
-        for one, norm in zip(self.merging, norms, strict=True):
-            one.norm = norm
-        refused = [(one, Fate.NOT_FINITE) for one in self.merging if not math.isfinite(one.norm)]
+        for waiting_part, norm in zip(self.merging, norms, strict=True):
+            waiting_part.norm = norm
+        refused = [
+            (waiting_part, Fate.NOT_FINITE)
+            for waiting_part in self.merging
+            if not math.isfinite(waiting_part.norm)
+        ]
         self._leave_out(refused)
         for find in (self._find_implausible, self._find_outliers):
             slots = find()
-            lost = [(one, Fate.OUTLIER) for one in self.merging if one.slot in slots]
+            lost = [
+                (waiting_part, Fate.OUTLIER)
+                for waiting_part in self.merging
+                if waiting_part.slot in slots
+            ]
             self._leave_out(lost)
             refused += lost
         return refused
 
     def _leave_out(self, refused: Sequence[tuple[WaitingPart, Fate]]) -> None:
-        for one, _ in refused:
-            self.merging.remove(one)
-            self.weight_of_all -= one.part.weight
+        for waiting_part, _ in refused:
+            self.merging.remove(waiting_part)
+            self.weight_of_all -= waiting_part.part.weight
 
     def _find_implausible(self) -> set[int]:
         """Return the slots whose parts are wrong even if the usual norm is unknown and no other
@@ -296,7 +313,7 @@ class Round:
         if not self.decision.settings.norm_limit:
             return set()
         most = IMPLAUSIBLE_RMS * math.sqrt(self.shared.elements)
-        return {one.slot for one in self.merging if one.norm > most}
+        return {waiting_part.slot for waiting_part in self.merging if waiting_part.norm > most}
 
     def _find_outliers(self) -> set[int]:
         """Return the slots whose parts are outliers.
@@ -307,16 +324,18 @@ class Round:
         limit = self.decision.settings.norm_limit
         if not limit:
             return set()
-        norms = {one.slot: self._norm_of_cycle(one) for one in self.merging}
+        norms = {
+            waiting_part.slot: self._norm_of_cycle(waiting_part) for waiting_part in self.merging
+        }
         is_known = len(self.shared.norms) >= VERSIONS_JUDGED_BY
         usual = statistics.median(self.shared.norms) if is_known else 0.0
         alone = self.ready().keys() <= norms.keys() and len(norms) == 1
         return find_outliers(norms, usual, limit, alone=alone)
 
-    def _norm_of_cycle(self, one: WaitingPart) -> float:
+    def _norm_of_cycle(self, waiting_part: WaitingPart) -> float:
         """Return the norm of a part, or of its share that corresponds to one cycle."""
-        usual = self._usual_weight(one.slot, one.part.weight)
-        return one.norm / max(1.0, one.part.weight / max(1, usual))
+        usual = self._usual_weight(waiting_part.slot, waiting_part.part.weight)
+        return waiting_part.norm / max(1.0, waiting_part.part.weight / max(1, usual))
 
     def note_merged(self) -> None:
         """Learn from the parts of the new version.
@@ -326,9 +345,10 @@ class Round:
         those of the others outliers, while they are away or not.
         """
         norms = list[float]()
-        for one in self.merging:
-            self.weights.setdefault(one.incarnation, deque(maxlen=USUAL)).append(one.part.weight)
-            norms.append(self._norm_of_cycle(one))
+        for waiting_part in self.merging:
+            weights = self.weights.setdefault(waiting_part.incarnation, deque(maxlen=USUAL))
+            weights.append(waiting_part.part.weight)
+            norms.append(self._norm_of_cycle(waiting_part))
         if len(norms) >= min(2, len(self.decision.owners())) > 0:
             median = float(f"{statistics.median(norms):.3g}")
             self.shared.norms = [*self.shared.norms, median][-VERSIONS_JUDGED_BY:]

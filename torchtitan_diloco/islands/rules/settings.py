@@ -11,7 +11,7 @@ from torchtitan_diloco.islands.rules.fields import (
     MOST_TOKENS,
     Count,
     Name,
-    Positive,
+    Ordinal,
     Seconds,
     Share,
 )
@@ -46,20 +46,20 @@ islands that leave, commands and other syncers would take one that waits for one
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a run, set by the island that founds it."""
 
-    sync_every: Positive
+    sync_every: Ordinal
     """H."""
     delay: Count
     """tau."""
     total_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
     slots: Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
     """Maximum number of islands that train at a time, each on a separate stream of samples."""
-    start_with: Positive
+    start_with: Ordinal
     streams: Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
     """Number of streams that take turns in one order of samples. It never changes: the stream of a
     slot with a higher number, which was added later, reads other epochs."""
-    block: Positive
+    block: Ordinal
     """Consecutive samples of a stream in this order: those of a step of the founder."""
-    tokens_per_sample: Positive = 1
+    tokens_per_sample: Ordinal = 1
     phases: Annotated[tuple[Share, ...], Meta(max_length=MOST_PHASES)] = ()
     """Shares of `total_tokens` at which streams enter the next phase of the data."""
     mixing: Share = 0.0
@@ -72,7 +72,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Other numbers of the outer optimizer, by the names of their settings, such as `momentum`.
     Its `warmup` is in tokens."""
     codec: Name = "fp32"
-    block_size: Positive = 64
+    block_size: Ordinal = 64
     """Values that share a scale in the codec."""
     grace: Seconds = 1.0
     slot_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
@@ -81,7 +81,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     how fast the islands are."""
     norm_limit: Annotated[float, Meta(ge=0, le=1e9)] = 20.0
     """Multiple of the usual norm above which a part is an outlier. 0: no part is."""
-    copies_every: Positive = 8
+    copies_every: Ordinal = 8
     """Number of versions between two copies if no island requests one."""
     commit_seconds: Annotated[float, Meta(ge=0.01, le=MOST_PAUSE)] = 0.05
     """Minimum average of the seconds between two decisions."""

@@ -44,10 +44,8 @@ from torchtitan_diloco.islands.rules.note import Note, Part, PartHead, decode_no
 from torchtitan_diloco.islands.rules.presence import Handover, Presence, Seats
 from torchtitan_diloco.islands.rules.rounds import Round, Speeds, WaitingPart
 from torchtitan_diloco.islands.rules.writer import Uploads, Writer
+from torchtitan_diloco.islands.rules.wrong_parts import WrongParts
 
-WRONG_IN_A_ROW = 16
-"""Number of wrong parts of an island in a fragment, without a good one, after which rounds do not
-wait for it."""
 MEASURED_VERSIONS = 2
 """Number of versions of a fragment after which the speed of islands is known."""
 YEARS = 1e9
@@ -94,7 +92,7 @@ class Syncer:
         self._loaded = set[int]()
         self._copies = Copies(fragments, self._now)
         self._checksums = dict[int, str]()  # of the versions that are being uploaded
-        self._wrong = dict[tuple[str, int], int]()
+        self._wrong_parts = WrongParts()
         self._speeds = Speeds()
         for number, shared in enumerate(state.fragments):
             shared.is_open = False
@@ -111,7 +109,7 @@ class Syncer:
         return self._age + self._now - self._began
 
     def _is_busy(self, slot: int) -> bool:
-        return any(one.is_busy(slot) for one in self.rounds)
+        return any(round_.is_busy(slot) for round_ in self.rounds)
 
     # --- what it hears ----------------------------------------------------------------------------
 
@@ -123,7 +121,7 @@ class Syncer:
         return [] if self.state is None else self.state.owners()
 
     def on_poll(self, now: float) -> None:
-        """The notes of all owners of slots were read, and are passed now."""
+        """Count a poll, in which the notes of all owners of slots were read."""
         pause = 0.0 if self.state is None else self.state.settings.poll_seconds
         self.presence.listen(now, pause)
 
@@ -190,13 +188,12 @@ class Syncer:
         end = part.end if isinstance(part, Part) else 0
         self._decide(ledger, fate, part.number, end)
         self.state.history.add_left_out(incarnation, is_lost=fate.is_lost)
-        what = f"fragment {part.fragment}, part {part.number} of island {incarnation}"
+        name = f"fragment {part.fragment}, part {part.number} of island {incarnation}"
         remedy = ": if it is that fast, raise `fastest`" if fate is Fate.TOO_LONG else ""
-        self.news.say(f"{what} is left out: {fate.words}{remedy}")
+        self.news.say(f"{name} is left out: {fate.words}{remedy}")
         if fate.is_lost:
-            key = incarnation, part.fragment
-            self._wrong[key] = self._wrong.get(key, 0) + 1
-            if self._wrong[key] >= WRONG_IN_A_ROW and incarnation not in self.state.told:
+            is_sick = self._wrong_parts.count(incarnation, part.fragment)
+            if is_sick and incarnation not in self.state.told:
                 self.state.told[incarnation] = SICK
                 self.state.history.note(
                     self.age(), EventKind.WRONG, name_of(incarnation), fate.words
@@ -204,11 +201,11 @@ class Syncer:
 
     def on_part(self, incarnation: str, part: Part, fate: Fate) -> None:
         """Process that a part is fetched, or why it is unusable."""
-        one = self.rounds[part.fragment].find(incarnation, part)
-        if one is not None and fate is Fate.NONE:
-            one.is_fetched = True
-        elif one is not None:
-            self._refuse(incarnation, one.slot, part, fate)
+        waiting_part = self.rounds[part.fragment].find(incarnation, part)
+        if waiting_part is not None and fate is Fate.NONE:
+            waiting_part.is_fetched = True
+        elif waiting_part is not None:
+            self._refuse(incarnation, waiting_part.slot, part, fate)
 
     def choose_changes(self, names: Collection[str]) -> list[str]:
         """Return which of all listed changes to read. Those that are done are deleted once the
@@ -229,10 +226,10 @@ class Syncer:
         if isinstance(change, str):
             self.news.say(f"change {name}: {change}")
         elif change is not None:
-            who = name.rpartition("/")[2]
-            what = describe(change)
-            self.news.say(f"change {name}: {what}")
-            self.state.history.note(self.age(), EventKind.CHANGED, who, what)
+            change_name = name.rpartition("/")[2]
+            description = describe(change)
+            self.news.say(f"change {name}: {description}")
+            self.state.history.note(self.age(), EventKind.CHANGED, change_name, description)
 
     # --- found ------------------------------------------------------------------------------------
 
@@ -282,8 +279,8 @@ class Syncer:
         """Process the norms of merged parts. Return whether the result counts: otherwise, a part is
         left out, and the others are merged again."""
         refused = self.rounds[fragment].judge_norms(norms)
-        for one, fate in refused:
-            self._refuse(one.incarnation, one.slot, one.part, fate)
+        for waiting_part, fate in refused:
+            self._refuse(waiting_part.incarnation, waiting_part.slot, waiting_part.part, fate)
         if refused:
             self._merge(self.rounds[fragment])
         return not refused
@@ -294,10 +291,11 @@ class Syncer:
             self._checksums[fragment] = checksum
             self.uploads.prepare(VERSION, fragment, version)
             return
-        parts = self.rounds[fragment].merging
+        waiting_parts = self.rounds[fragment].merging
         self.rounds[fragment].merging = []
-        for one in parts:
-            self._refuse(one.incarnation, one.slot, one.part, Fate.NOT_FINITE)
+        for waiting_part in waiting_parts:
+            incarnation = waiting_part.incarnation
+            self._refuse(incarnation, waiting_part.slot, waiting_part.part, Fate.NOT_FINITE)
 
     def on_snapshot(self, fragment: int, version: int) -> None:
         for kind in (COPY, OUTER):
@@ -322,23 +320,23 @@ class Syncer:
         number = stored.fragment
         current = self.rounds[stored.fragment]
         checksum = self._checksums.pop(number)
-        before = shared.version
+        former_version = shared.version
         shared.kept.append(Kept(stored.version, checksum, stored.number))
         shared.version = stored.version
-        for one in current.merging:
-            part = one.part
-            ledger = self.state.slots[one.slot].ledgers[number]
-            self._speeds.measure(one.incarnation, part, self.presence.listened)
+        for waiting_part in current.merging:
+            part = waiting_part.part
+            ledger = self.state.slots[waiting_part.slot].ledgers[number]
+            self._speeds.measure(waiting_part.incarnation, part, self.presence.listened)
             self._decide(ledger, Fate.MERGED, part.number, part.end)
             ledger.version = shared.version
             shared.clock += part.weight
-            self._wrong.pop((one.incarnation, number), None)
-            if self.state.told.get(one.incarnation) == SICK:
-                del self.state.told[one.incarnation]
-            self.seats.note_merged(one.incarnation)
-            note = self.presence.note_of(one.incarnation)
-            is_late = part.base < before
-            self.state.history.add_merged(one.incarnation, part.weight, note, late=is_late)
+            self._wrong_parts.note_merged(waiting_part.incarnation, number)
+            if self.state.told.get(waiting_part.incarnation) == SICK:
+                del self.state.told[waiting_part.incarnation]
+            self.seats.note_merged(waiting_part.incarnation)
+            note = self.presence.note_of(waiting_part.incarnation)
+            is_late = part.base < former_version
+            self.state.history.add_merged(waiting_part.incarnation, part.weight, note, late=is_late)
         current.note_merged()
         self.uploads.plan(VERSION, number, shared.version + 1)
         if shared.version >= MEASURED_VERSIONS:
@@ -346,7 +344,7 @@ class Syncer:
             self.state.settings = self._speeds.limit(self.state.settings, owners)
 
     def on_recorded(self, number: int) -> None:
-        """An object of the history is stored."""
+        """Take note that an object of the history is stored."""
         self._is_recording = False
         if self.state is not None:
             self.state.history.forget_closed(number)
@@ -391,16 +389,16 @@ class Syncer:
             self._note_handover(state, handover)
         if self.seats.begin_if_due():
             state.history.note(self.age(), EventKind.BEGUN)
-        for one in self.rounds:
-            for waiting, fate in one.drop_refused(self.age()):
-                self._refuse(waiting.incarnation, waiting.slot, waiting.part, fate)
+        for round_ in self.rounds:
+            for waiting_part, fate in round_.drop_refused(self.age()):
+                self._refuse(waiting_part.incarnation, waiting_part.slot, waiting_part.part, fate)
             if state.begun and not self.is_stopping:
-                one.open_if_due(self._now)
-                if self._is_settled(one) and one.close_if_due(self._now):
-                    self._merge(one)
-            self._copy_if_due(one.shared, one.fragment)
+                round_.open_if_due(self._now)
+                if self._is_settled(round_) and round_.close_if_due(self._now):
+                    self._merge(round_)
+            self._copy_if_due(round_.shared, round_.fragment)
         self._copies.is_asked = False
-        ready = {owner for one in self.rounds for owner in one.ready().values()}
+        ready = {owner for round_ in self.rounds for owner in round_.ready().values()}
         state.ready = [owner for owner in state.owners() if owner in ready]
         self._look_at_owners(state)
         self._end(state)
@@ -409,38 +407,39 @@ class Syncer:
             self._loads = []
         state.history.close_if_due(self.age())
 
-    def _is_settled(self, one: Round) -> bool:
+    def _is_settled(self, round_: Round) -> bool:
         """Return whether the newest version is loaded and counts, so that at most one state of a
         fragment stands beside it."""
         assert self.committed is not None
-        committed = self.committed.fragments[one.fragment]
-        return one.fragment in self._loaded and committed.version == one.shared.version
+        committed = self.committed.fragments[round_.fragment]
+        return round_.fragment in self._loaded and committed.version == round_.shared.version
 
     def _note_handover(self, state: Decision, handover: Handover) -> None:
         before = handover.before
         after = handover.after
         if after is not None:
-            for one in self.rounds:
-                one.began[after] = one.shared.version
+            for round_ in self.rounds:
+                round_.began[after] = round_.shared.version
         self.news.say(f"slot {handover.slot}: {after or 'free'}")
         is_evicted = state.told.get(before or "") == BARRED
         state.history.note_handover(self.age(), before, after, is_evicted=is_evicted)
 
     def _look_at_owners(self, state: Decision) -> None:
         """Note which owners have become silent, or are heard again."""
-        away = {one for one in state.owners() if self.presence.is_silent(one)}
-        for one in sorted(away ^ (self._away & set(state.owners()))):
-            kind = EventKind.AWAY if one in away else EventKind.BACK
-            state.history.note(self.age(), kind, name_of(one))
+        away = {owner for owner in state.owners() if self.presence.is_silent(owner)}
+        for owner in sorted(away ^ (self._away & set(state.owners()))):
+            kind = EventKind.AWAY if owner in away else EventKind.BACK
+            state.history.note(self.age(), kind, name_of(owner))
         self._away = away
 
-    def _merge(self, one: Round) -> None:
+    def _merge(self, round_: Round) -> None:
         """Merge the parts of a closed round, if there are any."""
-        if one.merging:
-            version = one.shared.version + 1
-            parts = tuple(one.merging)
-            clock = one.shared.clock + sum(merged.part.weight for merged in parts)
-            self._jobs.append(MergeParts(one.fragment, version, parts, one.weight_of_all, clock))
+        if round_.merging:
+            version = round_.shared.version + 1
+            parts = tuple(round_.merging)
+            clock = round_.shared.clock + sum(merged.part.weight for merged in parts)
+            weight = round_.weight_of_all
+            self._jobs.append(MergeParts(round_.fragment, version, parts, weight, clock))
 
     def _copy_if_due(self, shared: SharedFragment, number: int) -> None:
         """Write copy and outer state if they are due and the last ones are written."""
@@ -461,11 +460,12 @@ class Syncer:
         total = state.settings.total_tokens
         was_ended = state.ended
         state.ended = all(
-            one.clock >= total and one.copies[-1].version == one.version for one in state.fragments
+            shared.clock >= total and shared.copies[-1].version == shared.version
+            for shared in state.fragments
         )
         if state.ended and not was_ended:
             state.history.note(self.age(), EventKind.ENDED)
-        state.stopped = self.is_stopping and not any(one.merging for one in self.rounds)
+        state.stopped = self.is_stopping and not any(round_.merging for round_ in self.rounds)
 
     def _write(self, state: Decision) -> None:
         state.number = self._writer.number + 1
@@ -495,5 +495,5 @@ class Syncer:
             self._speeds.forget(gone)
             for round_ in self.rounds:
                 round_.forget(gone)
-            self._wrong = {key: count for key, count in self._wrong.items() if key[0] not in gone}
+            self._wrong_parts.forget(gone)
         return self._writer.garbage(names, self.presence, gone, self._now)

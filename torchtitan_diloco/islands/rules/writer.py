@@ -22,12 +22,16 @@ from torchtitan_diloco.islands.rules.presence import Presence
 
 DECISION_SECONDS = 1.0
 """Maximum seconds between two decisions."""
-LARGE, LARGE_SECONDS = 10_000, 0.2
-"""Size of decisions above which there are fewer, and the average seconds between them."""
+LARGE = 10_000
+"""Number of bytes of a decision above which there are fewer."""
+LARGE_SECONDS = 0.2
+"""Minimum average of the seconds between two large decisions."""
 BURST_SECONDS = 1.0
 """Time over which the average is taken."""
-KEPT, KEPT_SECONDS = 12, 60.0
-"""Minimum number of decisions to keep, and the time for which all are kept for late readers."""
+KEPT = 12
+"""Minimum number of decisions to keep."""
+KEPT_SECONDS = 60.0
+"""Time for which all decisions are kept for late readers."""
 
 
 @dataclass
@@ -101,8 +105,8 @@ class Writer:
         self._next: Decision | None = None
         self._began = now
         self._written_at = -math.inf
-        self._saved = math.inf
-        self._saved_at = now
+        self._credit_seconds = math.inf
+        self._credited_at = now
         self._size = 0
         self._body = b""
         self._recent = deque[tuple[float, int]]()  # when own decisions began to count
@@ -121,9 +125,10 @@ class Writer:
         least = state.settings.commit_seconds
         if self._size > LARGE:
             least = max(least, LARGE_SECONDS)
-        self._saved = min(self._saved + now - self._saved_at, max(BURST_SECONDS, 2 * least))
-        self._saved_at = now
-        if self.is_writing or self._saved < least:
+        credit_seconds = self._credit_seconds + now - self._credited_at
+        self._credit_seconds = min(credit_seconds, max(BURST_SECONDS, 2 * least))
+        self._credited_at = now
+        if self.is_writing or self._credit_seconds < least:
             return None
         same = msgspec.structs.replace(
             state, number=1, age=0.0, written=0.0, seen=[], history=History()
@@ -131,7 +136,7 @@ class Writer:
         body = msgspec.json.encode(same)
         if body == self._body and now - self._written_at < DECISION_SECONDS:
             return None
-        self._saved -= least
+        self._credit_seconds -= least
         self._body = body
         self.is_writing = True
         self._written_at = now
@@ -167,7 +172,7 @@ class Writer:
             return []
         known = decision.names
         owners = set(decision.owners())
-        found = list[str]()
+        garbage = list[str]()
         for name in names:
             incarnation = incarnation_of(name)
             number = run_number(name)
@@ -179,8 +184,8 @@ class Writer:
             else:
                 is_old = is_garbage(name, decision.number, known)
             if is_old or (number is not None and number < oldest):
-                found.append(name)
-        return found
+                garbage.append(name)
+        return garbage
 
     def _oldest_kept(self, now: float) -> int:
         if now - self._began < KEPT_SECONDS:
