@@ -30,10 +30,10 @@ from torchtitan_diloco.data.shards import (
     STARTED_NAME,
     Index,
     ShardWriter,
+    describe_empty_validation,
     only_writer,
     read_index,
     read_or_begin_index,
-    why_nothing_is_held_out,
     write_index,
 )
 from torchtitan_diloco.data.text import TEXT_FIELD, open_source, sources_text, whole_number
@@ -221,7 +221,7 @@ def process_count(text: str) -> int:
 def _warn_if_nothing_is_held_out(folder: Path) -> None:
     index = read_index(folder / INDEX_NAME)
     if index.settings["validation_fraction"] and not index.splits["validation"].tokens:
-        print(f"warning: {folder}: {why_nothing_is_held_out(index)}", file=sys.stderr)
+        print(f"warning: {folder}: {describe_empty_validation(index)}", file=sys.stderr)
 
 
 def _interrupt(number: int, _: object) -> None:

@@ -169,7 +169,7 @@ def _runs_in(folder: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightNames:
     """How a program names, and orders, the parameters of a model."""
 
     names: Callable[[nn.Module], dict[str, dict[str, int]]]
@@ -184,9 +184,9 @@ def _our_names(model: nn.Module) -> dict[str, dict[str, int]]:
     return {name: {name: len(parameter)} for name, parameter in model.named_parameters()}
 
 
-OWN = Layout(_our_names)
-TRANSFORMERS = Layout(transformers_names, unused=(".inv_freq", "lm_head.weight"))
-TORCHTITAN = Layout(torchtitan_names, read=from_torchtitan, unused=(HEAD,))
+OWN = WeightNames(_our_names)
+TRANSFORMERS = WeightNames(transformers_names, unused=(".inv_freq", "lm_head.weight"))
+TORCHTITAN = WeightNames(torchtitan_names, read=from_torchtitan, unused=(HEAD,))
 
 
 @torch.no_grad()
@@ -196,8 +196,8 @@ def load_initial_weights(model: nn.Module, path: str, tokenizer: Tokenizer) -> N
     Reads one parameter at a time, so that no rank holds the whole model.
     """
     parameters = dict(model.named_parameters())
-    layout = check_weights(model, path, tokenizer)
-    parts = layout.names(model)
+    weight_names = check_weights(model, path, tokenizer)
+    parts = weight_names.names(model)
     with open_weights(path) as stored:
         there = {name: file.get_slice(name).get_shape() for name, file in stored.items()}
         here = {
@@ -206,7 +206,7 @@ def load_initial_weights(model: nn.Module, path: str, tokenizer: Tokenizer) -> N
             for part, rows in names.items()
         }
         for name in there.keys() - here.keys():
-            if name.endswith(layout.unused):
+            if name.endswith(weight_names.unused):
                 del there[name]
         for name in {**here, **there}:
             if here.get(name) != there.get(name):
@@ -214,7 +214,8 @@ def load_initial_weights(model: nn.Module, path: str, tokenizer: Tokenizer) -> N
                 raise UserError(f'model.weights = "{path}": {name} is {shapes}: set [model] to fit')
         for name, parameter in parameters.items():
             values = [
-                layout.read(model, part, _read(path, stored[part], part)) for part in parts[name]
+                weight_names.read(model, part, _read(path, stored[part], part))
+                for part in parts[name]
             ]
             value = torch.cat(values)
             copy_shard(parameter, value.to(parameter.device, parameter.dtype))
@@ -229,32 +230,32 @@ def _read(path: str, file: Any, name: str) -> Tensor:
     return value
 
 
-def check_weights(model: nn.Module, path: str, tokenizer: Tokenizer) -> Layout:
-    """Return the layout of weights. Raise an error if they say that they are of another model or
+def check_weights(model: nn.Module, path: str, tokenizer: Tokenizer) -> WeightNames:
+    """Return how weights are named. Raise an error if they say that they are of another model or
     tokenizer, or if there are none."""
     weight_files(path)
     given = Path(path).expanduser()
     folder = given if given.is_dir() else given.parent
     file = folder / CONFIG_NAME
     if is_dcp(given):
-        layout = TORCHTITAN
+        weight_names = TORCHTITAN
         with open_weights(path) as stored:
             shapes = {name: tensor.get_shape() for name, tensor in stored.items()}
             differing = _differing_checkpoint(model, path, shapes)
             _check_tied_head(model, path, stored)
     elif file.is_file():
-        layout = TRANSFORMERS
+        weight_names = TRANSFORMERS
         differing = _differing_folder(model, path, file)
         _check_tokenizer_file(folder / TOKENIZER_NAME, path, tokenizer)
     else:
-        layout = OWN
+        weight_names = OWN
         differing = _differing_export(model, path, folder / SETTINGS_NAME, tokenizer)
     if differing:
         settings = " ".join(
             f"--model.{key} {json.dumps(value)}" for key, value in differing.items()
         )
         raise UserError(f'model.weights = "{path}" is of another model: for it, set {settings}')
-    return layout
+    return weight_names
 
 
 def _differing_folder(model: nn.Module, path: str, file: Path) -> dict[str, Any]:

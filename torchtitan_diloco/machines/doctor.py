@@ -21,7 +21,6 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
 import torch
@@ -54,18 +53,15 @@ from torchtitan_diloco.machines.link import (
     measure,
     ping,
 )
-from torchtitan_diloco.machines.location import Location
+from torchtitan_diloco.machines.location import Hop, Location
 
 PACKET = 2**16
-MOST_APART = 60.0  # seconds between two clocks, which put the records of a run in one order
 NOT_ARRIVING = (
     "packets of 64 KB do not arrive, but small ones do: lower the MTU (ip link set DEVICE mtu 1280)"
 )
 MOST_NAMED = 10
 """Maximum number of damaged files to name."""
 DRIVER = Path("/proc/driver/nvidia/version")
-Hop: TypeAlias = tuple[str, Callable[[], str]]
-"""Name of a check, and a function that returns its result or raises an error with a remedy."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

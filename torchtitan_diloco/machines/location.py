@@ -53,7 +53,7 @@ class Location:
     """A location, which is opened by the first check that is called."""
 
     def __init__(self, location: str, streams: int) -> None:
-        """`streams`: connections of an island."""
+        """Name the location, which is opened later. `streams`: connections of an island."""
         self._location = location
         self._streams = streams
         self._join: JoinFile | None = None

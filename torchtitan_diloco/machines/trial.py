@@ -162,9 +162,15 @@ class Trial:
         trials: int,
         vocabulary: int,
     ) -> None:
-        """`words`: the arguments of a training with `config`. `workers`: number of workers that
-        will share a batch. `trials`: number of trials on this machine, which divide its cores as
-        the ranks of the run do. `vocabulary`: rows of the embedding."""
+        """Start a trial.
+
+        Args:
+            words: the arguments of a training with `config`.
+            workers: number of workers that will share a batch.
+            trials: number of trials on this machine, which divide its cores as the ranks of the
+                run do.
+            vocabulary: rows of the embedding.
+        """
         self._folder = TemporaryDirectory(prefix="torchtitan-diloco-compare-")
         self._log = Path(self._folder.name, "log.txt")
         self._records = Path(self._folder.name, "run", "worker-0", METRICS_FILE)
