@@ -59,7 +59,8 @@ HEADER = "injected | at | named rightly | named otherwise | rounds | seconds | o
 
 @dataclass(frozen=True)
 class Fault:
-    """`inside`: in the victim's own process, by name and amount. `signal`, `link`: from outside."""
+    """A fault: `inside` the victim's process, by name and amount, or by `signal` or `link` from
+    outside."""
 
     kind: str
     """Verdict that is right. Empty: none."""

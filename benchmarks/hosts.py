@@ -64,8 +64,11 @@ class FolderHost(Host):
     def __init__(
         self, folder: Path, network: Network, *, hasty: bool = False, threads: int = 1
     ) -> None:
-        """`folder`: for the store and the files of the syncer. `hasty`: miss islands sooner than by
-        default. `threads`: cores of the syncer."""
+        """Prepare the host.
+
+        `folder`: for the store and the files of the syncer. `hasty`: miss islands sooner than by
+        default. `threads`: cores of the syncer.
+        """
         self.location = str(folder / "store")
         self._folder = folder
         self._network = network
@@ -111,10 +114,10 @@ def run_islands(words: Sequence[str], is_hasty: bool) -> None:
 
 
 class BucketHost(Host):
-    """`islands serve`, with a login for each worker."""
+    """Host of a bucket by `islands serve`, with a login for each worker."""
 
     def __init__(self, folder: Path, network: Network, worker: int, islands: int) -> None:
-        """`worker`: place in the network. `islands`: number of other workers."""
+        """Prepare the host. `worker`: place in the network. `islands`: number of other workers."""
         self._bucket = folder / "bucket"
         self._network = network
         self._worker = worker

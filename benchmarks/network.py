@@ -124,7 +124,7 @@ class Program:
 
 class Network:
     def __init__(self, workers: int, *, up: float = math.inf, down: float = math.inf) -> None:
-        """`up`, `down`: Mbit/s from and to each worker."""
+        """Describe a network. `up`, `down`: Mbit/s from and to each worker."""
         self.workers = workers
         self._up = up
         self._down = down

@@ -58,7 +58,7 @@ class TorchftLoop(DataParallel):
         lighthouse: str,
         address: str = "localhost",
     ) -> None:
-        """`address`: that of this worker."""
+        """Build the loop. `address`: that of this worker."""
         from torchft import Manager, ProcessGroupGloo
         from torchft.local_sgd import DiLoCo
 

@@ -261,8 +261,11 @@ class Run:
         store: StoreKind | None = None,
         rate: float = math.inf,
     ) -> None:
-        """`store`: that of islands. None: the workers are one job. `rate`: of the link of each
-        worker, in Mbit/s."""
+        """Prepare workers.
+
+        `store`: that of islands. None: the workers are one job. `rate`: of the link of each worker,
+        in Mbit/s.
+        """
         self.folder = folder
         self.workers = workers
         self.job = job

@@ -264,9 +264,14 @@ class Checkpointer:
         mirror: Copier | None = None,
         is_locked: bool = True,
     ) -> None:
-        """`folder`: that of this worker. `about`: what is the same in all checkpoints of the run.
-        `is_locked`: no other run can be in the folder; otherwise only what this start has begun is
-        deleted."""
+        """Build the checkpointer of a worker.
+
+        Args:
+            folder: that of this worker.
+            about: what is the same in all checkpoints of the run.
+            is_locked: no other run can be in the folder; otherwise only what this start has begun
+                is deleted.
+        """
         self._config = config
         self._folder = folder
         self._world = world

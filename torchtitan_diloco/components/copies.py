@@ -85,7 +85,7 @@ class Copies:
     """The copies of one run in a store. One process of each worker uses it."""
 
     def __init__(self, store: Store, prefix: str = "", part_bytes: int = PART_BYTES) -> None:
-        """`prefix`: of all names. Empty: that of the login."""
+        """Open the copies of a store. `prefix`: of all names. Empty: that of the login."""
         self.location = store.location
         self.is_new_store = store.backend.is_new
         self.has_other_files = store.backend.has_other_files

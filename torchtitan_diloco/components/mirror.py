@@ -128,7 +128,8 @@ class Mirror:
         toml: str,
         check: Callable[[Manifest], None],
     ) -> None:
-        """
+        """Open the mirror.
+
         Args:
             here: the checkpoints in `run.folder`, where copies are fetched to.
             folder: that of this worker.

@@ -30,7 +30,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, matrices: Sequence[nn.Parameter], others: AdamW, **settings: float) -> None:
-        """`settings`: lr, momentum and weight_decay of the matrices."""
+        """Build the optimizer. `settings`: lr, momentum and weight_decay of the matrices."""
         super().__init__([{"params": list(matrices)}], dict(settings))
         self._others = others
         self.grad_scale = torch.ones((), device=matrices[0].device)

@@ -54,7 +54,7 @@ class RunData:
     def __init__(
         self, config: Config, tokenizer: Tokenizer, world: World, saved: SavedPosition | None = None
     ) -> None:
-        """`saved`: position in the checkpoint that the run starts from."""
+        """Open the corpora. `saved`: position in the checkpoint that the run starts from."""
         self._config = config
         self._world = world
         data = config.data

@@ -154,7 +154,7 @@ class NoticeWatch:
     """
 
     def __init__(self, cloud: str, address: str, tell: Callable[[Notice], None]) -> None:
-        """`cloud`: a key of DIALECTS, or "none"."""
+        """Prepare the queries. `cloud`: a key of DIALECTS, or "none"."""
         self._cloud = cloud
         self._tell = tell
         self._address = address or ADDRESSES.get(cloud, "")

@@ -94,7 +94,7 @@ class ContextReader:
     def __init__(
         self, model: nn.Module, *, vocab_size: int, sequence_length: int, max_new_tokens: int
     ) -> None:
-        """`max_new_tokens`: for how many to have a cache, 0 to have none."""
+        """Build a generator. `max_new_tokens`: for how many to have a cache, 0 to have none."""
         self._model = model
         self._vocab_size = vocab_size
         self._sequence_length = sequence_length

@@ -26,8 +26,10 @@ class Attempts:
     """Retries calls of a backend. Any thread may use this."""
 
     def __init__(self, location: str, patience: float, *, quiet: bool = False) -> None:
-        """`patience`: seconds for which a call is retried. `quiet`: log nothing, the caller
-        does."""
+        """Build the retries of one location.
+
+        `patience`: seconds for which a call is retried. `quiet`: log nothing, the caller does.
+        """
         self._location = location
         self._patience = patience
         self._quiet = quiet

@@ -78,7 +78,7 @@ class Bucket(Backend):
     """A bucket, below a path in it."""
 
     def __init__(self, location: str, join: JoinFile | None = None) -> None:
-        """`join`: server and login, otherwise those of the environment."""
+        """Open a bucket. `join`: server and login, otherwise those of the environment."""
         self._scheme = location.partition("://")[0]
         self._join = join
         self._has_worked = False

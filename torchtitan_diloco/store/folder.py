@@ -54,8 +54,11 @@ class Folder(Backend):
     kind = Kind.FOLDER
 
     def __init__(self, path: Path, *, make: bool = True) -> None:
-        """`make`: create the folder and its marker if they do not exist. Its parent must exist, to
-        detect typos."""
+        """Open a folder.
+
+        `make`: create it and its marker if they do not exist. Its parent must exist, to detect
+        typos.
+        """
         self.path = path.absolute()
         self.location = str(self.path)
         try:
