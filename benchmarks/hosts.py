@@ -17,8 +17,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.network import Network, Program, wait_until
+from benchmarks.network import Network, Program
 from tests.ports import free_port
+from tests.waiting import wait_until
 from torchtitan_diloco.islands.__main__ import main as islands_main
 from torchtitan_diloco.islands.rules import presence
 
@@ -133,10 +134,10 @@ class BucketHost(Host):
         self._program = self._network.launch(self._worker, command, log)
         self._wait_for_line("^the bucket islands is at ")
         for site in [site_of(worker) for worker in range(1, self._islands)]:
-            with redirect_stdout(StringIO()) as said:
+            with redirect_stdout(StringIO()) as printed:
                 code = islands_main(["site", str(self._bucket), site])
             if code:
-                raise SystemExit(f"`islands site` failed: {said.getvalue()}")
+                raise SystemExit(f"`islands site` failed: {printed.getvalue()}")
         if self._islands > 1:
             self._wait_for_line(f"^sites with a login: .*{site_of(self._islands - 1)}$")
 

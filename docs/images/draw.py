@@ -345,8 +345,8 @@ def draw_two_sites() -> None:
         axes.text(x + 2, 1.88, "FSDP2 inside: NCCL, NVLink", ha="center", color=FAINT)
         bar(axes, x + 0.3, 1.2, 3.4, green, "run.folder of this site")
         axes.text(x + 2, 0.62, "the same corpus, a copy", ha="center", color=FAINT)
-    both = {"arrowstyle": "<|-|>", "color": blue, "lw": 1.6}
-    axes.annotate("", (4.05, 2.7), (6.95, 2.7), arrowprops=both)
+    arrow_of_both = {"arrowstyle": "<|-|>", "color": blue, "lw": 1.6}
+    axes.annotate("", (4.05, 2.7), (6.95, 2.7), arrowprops=arrow_of_both)
     axes.text(5.5, 2.85, "one world: wg0 (UDP 51820)", ha="center", color=blue, size=9)
     axes.text(5.5, 2.32, "rank r with rank r + 8", ha="center", color=blue, size=9)
     bar(axes, 4.6, 0.75, 1.8, orange, "bucket")
@@ -360,11 +360,11 @@ def draw_two_sites() -> None:
 
 
 def draw_terminal(output: Path) -> None:
-    """Show the beginning and the end of a run, with its result in green."""
+    """Draw the beginning and the end of a run, with its result in green."""
     known = ("setting up", "data: ", "step       ", "step    1/")
-    lines = [one for one in output.read_text().splitlines() if not one.startswith(known)]
-    steps = [number for number, one in enumerate(lines) if re.match(r"step +\d", one)]
-    result = next(number for number, one in enumerate(lines) if one.startswith("loss of the"))
+    lines = [line for line in output.read_text().splitlines() if not line.startswith(known)]
+    steps = [number for number, line in enumerate(lines) if re.match(r"step +\d", line)]
+    result = next(number for number, line in enumerate(lines) if line.startswith("loss of the"))
     shown = [f"$ ./run_train.sh\n{lines[0]}", *lines[1 : steps[2]], "..."]
     shown = "\n".join([*shown, *lines[steps[-4] :]]).splitlines()
     green = len(shown) - (len(lines) - result)
