@@ -217,7 +217,7 @@ class Measured:
         for puppet in self.puppets:
             puppet.write_note()
 
-    def wait(self, reached: Callable[[Decision], bool], what: str) -> None:
+    def wait(self, reached: Callable[[Decision], bool], awaited: str) -> None:
         """Pass decisions to all puppets until one is reached."""
 
         def look() -> bool:
@@ -230,7 +230,7 @@ class Measured:
                 self.write_notes()
             return self.newest is not None and reached(self.newest)
 
-        wait_until(look, what, seconds=PATIENCE)
+        wait_until(look, awaited, seconds=PATIENCE)
 
     def begin(self) -> None:
         """Found the run, and let all puppets take a slot."""

@@ -9,12 +9,12 @@ PATIENCE = 150.0
 
 
 def wait_until(
-    reached: Callable[[], object], what: str, log: Path | None = None, seconds: float = PATIENCE
+    reached: Callable[[], object], awaited: str, log: Path | None = None, seconds: float = PATIENCE
 ) -> None:
     """Wait for a condition. Raise a TimeoutError, with the end of `log`, if it does not come."""
     until = time.monotonic() + seconds
     while not reached():
         if time.monotonic() > until:
             printed = log.read_text(errors="replace")[-2000:] if log else ""
-            raise TimeoutError(f"{what} did not come in {seconds:g} s:\n{printed}")
+            raise TimeoutError(f"{awaited} did not come in {seconds:g} s:\n{printed}")
         time.sleep(0.01)

@@ -125,7 +125,9 @@ class Copies:
             copy = Copy.parse(name)
             if copy is not None and re.fullmatch(r"worker-\d+", worker):
                 workers.setdefault(copy, set()).add(worker)
-        return sorted(copy for copy, there in workers.items() if len(there) == copy.workers)
+        return sorted(
+            copy for copy, complete_at in workers.items() if len(complete_at) == copy.workers
+        )
 
     def newest_manifest(self) -> Manifest | None:
         """Return the manifest of the newest whole copy, or of the newest whose manifest can be
@@ -144,13 +146,13 @@ class Copies:
         """Delete a worker's copies of steps before this one, but the latest whole ones and those at
         steps to keep. Copies that were broken off have no end, and are deleted, too."""
         older = [copy for copy in self.whole() if copy.step <= step]
-        kept = {*older[-keep_latest:]}
-        kept |= {copy for copy in older if keep_every and copy.step % keep_every == 0}
+        copies_to_keep = {*older[-keep_latest:]}
+        copies_to_keep |= {copy for copy in older if keep_every and copy.step % keep_every == 0}
         folder = f"{self._prefix}worker-{worker}/"
         doomed: dict[Copy, list[str]] = {}
         for entry in self._store.list(folder):
             copy = Copy.parse(entry.name.removeprefix(folder).partition("/")[0])
-            if copy is not None and older and copy < older[-1] and copy not in kept:
+            if copy is not None and older and copy < older[-1] and copy not in copies_to_keep:
                 doomed.setdefault(copy, []).append(entry.name)
         for copy, names in doomed.items():
             self._large.delete(self._manifest(copy, worker))  # first: without it, it is no copy
@@ -236,15 +238,15 @@ class Copies:
 
     def _fetch_file(self, name: str, file: Path, size: int) -> None:
         """Join the parts of a file of `size` bytes."""
-        left = size
+        bytes_left = size
         number = 0
         with file.open("wb") as sink:
-            while left > 0:
-                part = self._large.get(f"{name}-{number:05d}", min(left, self._part_bytes))
+            while bytes_left > 0:
+                part = self._large.get(f"{name}-{number:05d}", min(bytes_left, self._part_bytes))
                 if not part:
                     raise DamagedObjectError(f"{self.location}: part {number} of {name} is missing")
                 sink.write(part)
-                left -= len(part)
+                bytes_left -= len(part)
                 number += 1
         flush_to_disk(file)
 

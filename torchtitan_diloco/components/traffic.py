@@ -229,9 +229,9 @@ def traffic_rows(parties: Sequence[Party], price: Price, *, condition: str = "")
         hour = party.hour
         run = party.run
         row = "traffic" if party is parties[0] else party.name
-        each = f"each {party.name}" if party.members > 1 else f"the {party.name}"
+        sender = f"each {party.name}" if party.members > 1 else f"the {party.name}"
         text = (
-            f"{each} sends {gigabytes(hour.sent)} and receives {gigabytes(hour.received)} GB an "
+            f"{sender} sends {gigabytes(hour.sent)} and receives {gigabytes(hour.received)} GB an "
             f"hour{condition}, {gigabytes(run.sent)} and {gigabytes(run.received)} GB in the run"
         )
         if hour.reads or hour.writes:

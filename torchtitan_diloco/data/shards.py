@@ -346,16 +346,16 @@ def describe_empty_validation(index: Index) -> str:
     """Say why the validation split of a corpus is empty, and what to do."""
     shards = [shard for split in index.splits.values() for shard in split.shards]
     pieces = 1 + max((shard.last_piece for shard in shards), default=-1)
-    whose = f"the {pieces:,} pieces of the text"
+    candidates = f"the {pieces:,} pieces of the text"
     if "cluster" in index.settings:  # whose documents have the numbers of those of the whole corpus
-        whose = "the documents of this cluster"
+        candidates = "the documents of this cluster"
     elif pieces == 1 and not index.settings.get("max_tokens"):
         return "the text is a single piece: add text, or set data.validation_corpus"
     share = index.settings.get("validation_fraction")
     if share is None:  # of another program
-        return f"none of {whose} is held out: set data.validation_corpus"
+        return f"none of {candidates} is held out: set data.validation_corpus"
     return (
-        f"none of {whose} is held out: raise data.validation_fraction (of `prepare`: "
+        f"none of {candidates} is held out: raise data.validation_fraction (of `prepare`: "
         f"--validation-fraction), which is {share:g}, or set data.validation_corpus"
     )
 

@@ -199,18 +199,20 @@ def load_initial_weights(model: nn.Module, path: str, tokenizer: Tokenizer) -> N
     weight_names = check_weights(model, path, tokenizer)
     parts = weight_names.names(model)
     with open_weights(path) as stored:
-        there = {name: file.get_slice(name).get_shape() for name, file in stored.items()}
-        here = {
+        stored_shapes = {name: file.get_slice(name).get_shape() for name, file in stored.items()}
+        expected_shapes = {
             part: [rows, *parameters[name].shape[1:]]
             for name, names in parts.items()
             for part, rows in names.items()
         }
-        for name in there.keys() - here.keys():
+        for name in stored_shapes.keys() - expected_shapes.keys():
             if name.endswith(weight_names.unused):
-                del there[name]
-        for name in {**here, **there}:
-            if here.get(name) != there.get(name):
-                shapes = f"{there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
+                del stored_shapes[name]
+        for name in {**expected_shapes, **stored_shapes}:
+            if expected_shapes.get(name) != stored_shapes.get(name):
+                there = stored_shapes.get(name, "absent")
+                here = expected_shapes.get(name, "absent")
+                shapes = f"{there} there and {here} here"
                 raise UserError(f'model.weights = "{path}": {name} is {shapes}: set [model] to fit')
         for name, parameter in parameters.items():
             values = [
@@ -272,11 +274,11 @@ def _differing_checkpoint(
 ) -> dict[str, Any]:
     """Return the settings of [model] that differ in a checkpoint of torchtitan."""
     try:
-        there = settings_of_checkpoint(shapes, model)
+        saved = settings_of_checkpoint(shapes, model)
     except UserError as error:
         raise UserError(f'model.weights = "{path}": {error}') from None
-    mine = settings_of_model(model)
-    return {key: value for key, value in there.items() if value != mine[key]}
+    of_model = settings_of_model(model)
+    return {key: value for key, value in saved.items() if value != of_model[key]}
 
 
 def _differing_export(
@@ -297,16 +299,18 @@ def _differing_export(
         )
     if not isinstance(getattr(model, "shape", None), Shape):
         return {}
-    there = _read_model_section(settings)
-    mine = settings_of_model(model)
-    differing = {key: value for key, value in there.items() if value not in (None, mine.get(key))}
+    saved = _read_model_section(settings)
+    of_model = settings_of_model(model)
+    differing = {
+        key: value for key, value in saved.items() if value not in (None, of_model.get(key))
+    }
     if changed := {key: differing.pop(key) for key in ADJUSTABLE if key in differing}:
         listed = ", ".join(f"model.{key} = {value}" for key, value in changed.items())
         logger.warning(
             f'model.weights = "{path}" was trained with {listed}, and this run has other values: '
             "set these, unless you mean to change them, as to lengthen the context"
         )
-    return {key: value for key, value in differing.items() if key in mine}
+    return {key: value for key, value in differing.items() if key in of_model}
 
 
 def _read_model_section(settings: Path) -> dict[str, Any]:
@@ -337,11 +341,11 @@ def _check_tokenizer_file(file: Path, path: str, tokenizer: Tokenizer) -> None:
     if not file.is_file():
         return
     try:
-        there = build_tokenizer(str(file)).encode(EXAMPLE).tolist()
+        ids_there = build_tokenizer(str(file)).encode(EXAMPLE).tolist()
     except Exception as error:  # the library has no class of its own errors
         logger.warning(f"{file} cannot be compared with data.tokenizer: {error}")
         return
-    if there != tokenizer.encode(EXAMPLE).tolist():
+    if ids_there != tokenizer.encode(EXAMPLE).tolist():
         raise UserError(
             f'model.weights = "{path}" has another tokenizer than data.tokenizer = '
             f'"{tokenizer.name}": set --data.tokenizer {shlex.quote(str(file))}'

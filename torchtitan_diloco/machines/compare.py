@@ -211,12 +211,12 @@ def _check(config: Config, write: Path) -> None:
         )
     try:
         write.parent.mkdir(parents=True, exist_ok=True)
-        ours = not write.exists() or write.read_bytes().startswith(MARK.encode())
+        may_write = not write.exists() or write.read_bytes().startswith(MARK.encode())
     except OSError as error:
         raise UserError(
             f"--write {write}: {error.strerror}: give the path of a new file"
         ) from error
-    if not ours:
+    if not may_write:
         raise UserError(f"--write {write}: another file exists there: give the path of a new file")
 
 
@@ -334,11 +334,11 @@ def _measured_link(pair: "Pair", config: Config, load: "Workload") -> LinkSpeeds
     is_one_machine = is_loopback(pair.addresses[0])
     used = load.ranks * (1 if is_one_machine else config.diloco.link.streams_of_rank(load.ranks))
     counts = sorted({1, used})
-    ways = measure_link(pair, counts, say)
-    round_trip = min(way.round_trip for way in ways)
+    directions = measure_link(pair, counts, say)
+    round_trip = min(direction.round_trip for direction in directions)
     interface = "" if config.diloco.link.interface else _other_interface(pair.addresses[0])
     size = max(load.buckets())
-    rate = slower(ways, used)
+    rate = slower(directions, used)
     all_reduce = measure_all_reduce(
         pair,
         parameters=size,
@@ -348,7 +348,7 @@ def _measured_link(pair: "Pair", config: Config, load: "Workload") -> LinkSpeeds
         say=say,
     )
     rates = (
-        f"{quantity(slower(ways, count), 'bit/s')} with {counted(count, 'TCP stream')}"
+        f"{quantity(slower(directions, count), 'bit/s')} with {counted(count, 'TCP stream')}"
         for count in counts
     )
     text = (

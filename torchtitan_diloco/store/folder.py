@@ -306,12 +306,12 @@ def _transfer(
     call: Callable[[int, Sequence[Buffer]], int], file: FileIO, buffers: Sequence[Buffer]
 ) -> None:
     """Call `readv` or `writev` until all buffers are read or written, or the file ends."""
-    left = [memoryview(buffer) for buffer in buffers if len(buffer)]
-    while left and (count := call(file.fileno(), left)):
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
+    views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+    while views and (count := call(file.fileno(), views)):
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
         if count:
-            left[0] = left[0][count:]
+            views[0] = views[0][count:]
 
 
 def _identity(path: Path) -> tuple[int, int]:
