@@ -268,7 +268,7 @@ class Listener(socketserver.ThreadingTCPServer):
     text = b""
 
     def handle_error(self, *_: object) -> None:
-        """The other end has closed the connection, which is allowed."""
+        """Ignore that the other end has closed the connection, which is allowed."""
 
 
 def listen(host: str, port: int = 0, *, text: bytes = b"") -> Listener:
