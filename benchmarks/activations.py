@@ -75,8 +75,8 @@ def build_forward(config: Config, mode: ActivationCheckpoint, device: torch.devi
 
 def objective(model: nn.Module, tokens: Tensor) -> Tensor:
     sums = model(tokens[:, :-1], head=loss_head(tokens[:, 1:], z_loss=0.0))
-    found: Tensor = sums.objective
-    return found
+    total: Tensor = sums.objective
+    return total
 
 
 def memory_of(forward: Forward, device: torch.device) -> Memory:
@@ -84,7 +84,9 @@ def memory_of(forward: Forward, device: torch.device) -> Memory:
     forward().backward()
     with FlopCounterMode(display=False) as counter:
         forward().backward()
-    flops = sum(found for name, found in operations(counter).items() if "mm" in name)
+    flops = sum(
+        flops_of_kind for name, flops_of_kind in operations(counter).items() if "mm" in name
+    )
     gc.collect()
     if device.type != "cuda":
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -94,14 +96,14 @@ def memory_of(forward: Forward, device: torch.device) -> Memory:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     loss = forward()
-    kept = torch.cuda.memory_allocated(device) - before
+    kept_bytes = torch.cuda.memory_allocated(device) - before
     loss.backward()
-    return Memory(kept, torch.cuda.max_memory_allocated(device) - before, flops)
+    return Memory(kept_bytes, torch.cuda.max_memory_allocated(device) - before, flops)
 
 
 def operations(counter: FlopCounterMode) -> dict[str, int]:
     """Return the FLOPs of each kind of operation."""
-    return {str(name): found for name, found in counter.get_flop_counts()["Global"].items()}
+    return {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
 
 
 def main() -> None:
@@ -113,26 +115,28 @@ def main() -> None:
     forwards = {name: build_forward(config, mode, device) for name, mode in MODES.items()}
     memory = {name: memory_of(forward, device) for name, forward in forwards.items()}
 
-    def both(forward: Forward) -> None:
+    def run_both_passes(forward: Forward) -> None:
         forward().backward()
 
     turns = {
-        name: partial(core.timed, partial(both, forward), device)
+        name: partial(core.timed, partial(run_both_passes, forward), device)
         for name, forward in forwards.items()
     }
     seconds = {
-        name: [one.wall for one in times]
+        name: [duration.wall for duration in times]
         for name, times in core.take_turns(turns, options.rounds).items()
     }
     rows = []
-    for name, found in memory.items():
-        ratios = [own / base for own, base in zip(seconds[name], seconds["none"], strict=True)]
+    for name, memory_of_mode in memory.items():
+        ratios = [
+            mode / without for mode, without in zip(seconds[name], seconds["none"], strict=True)
+        ]
         rows.append(
             [
                 name,
-                f"{found.kept / MIB:,.1f}",
-                f"{found.peak / GIB:.2f}" if found.peak else "-",
-                f"{100 * found.product_flops / memory['none'].product_flops:.0f} %",
+                f"{memory_of_mode.kept / MIB:,.1f}",
+                f"{memory_of_mode.peak / GIB:.2f}" if memory_of_mode.peak else "-",
+                f"{100 * memory_of_mode.product_flops / memory['none'].product_flops:.0f} %",
                 core.summary(seconds[name], ".3f"),
                 core.summary(ratios),
             ]

@@ -117,9 +117,9 @@ def run_compare(network: Network, folder: Path, settings: core.Settings) -> str:
     for machine in range(MACHINES):
         place = folder / f"machine-{machine}"
         place.mkdir(parents=True)
-        more = ["--endpoint", f"{network.address(0)}:{PORT}", "--seconds", SECONDS]
-        more += ["--write", str(place / "best.toml"), *["--listen"] * (machine == 0)]
-        command = [sys.executable, "-m", "torchtitan_diloco", "compare", *words, *more]
+        link_words = ["--endpoint", f"{network.address(0)}:{PORT}", "--seconds", SECONDS]
+        link_words += ["--write", str(place / "best.toml"), *["--listen"] * (machine == 0)]
+        command = [sys.executable, "-m", "torchtitan_diloco", "compare", *words, *link_words]
         programs.append(network.launch(machine, command, place / "compare.txt"))
     finish(programs)
     return programs[0].printed()
@@ -170,7 +170,7 @@ def run_method(network: Network, rate: float, folder: Path, settings: core.Setti
         core.read_records(place, 0 if alone else worker) for worker, place in enumerate(places)
     ]
     return [
-        [one for one in core.steps_of(timed) if first < one["step"] <= first + measured]
+        [step for step in core.steps_of(timed) if first < step["step"] <= first + measured]
         for timed in records
     ]
 
@@ -191,11 +191,11 @@ def predict_again(settings: core.Settings, link: Conditions, before: Sequence[St
     """Predict the tokens per second of a run with these steps. `before`: of each worker."""
     config = core.load(settings)
     load = Workload.of(config, vocabulary_rows_of(config))
-    timed = [[alone_seconds(one) for one in steps] for steps in before]
+    timed = [[alone_seconds(of_worker) for of_worker in steps] for steps in before]
     seconds = tuple(map(statistics.fmean, timed))
     deviations = list(map(statistics.pstdev, timed))
     if load.workers == 1:
-        return statistics.fmean(load.plan.tokens_per_step / one for one in seconds)
+        return statistics.fmean(load.plan.tokens_per_step / duration for duration in seconds)
     jitter = min(1.0, statistics.fmean(deviations) / statistics.fmean(seconds))
     conditions = replace(link, step_seconds=seconds, jitter=jitter)
     return load.plan.tokens_per_step / load.predict(config.diloco, conditions).step_seconds
@@ -217,14 +217,14 @@ def check(rate: float, folder: Path, common: core.Settings) -> core.Record:
             training = core.load(settings).training
             tokens = training.batch_size * training.sequence_length
             tokens *= 1 if name == ALONE else MACHINES
-            walls = [mean(one, "worker/wall_seconds") for one in steps]
+            walls = [mean(of_worker, "worker/wall_seconds") for of_worker in steps]
             measured = statistics.fmean(tokens / wall for wall in walls)
             if settings["diloco.method"] != "none" or name == ALONE:
                 before = steps
             again = predict_again(settings, link, before)
             checked[name] = Checked(speed, measured, again, len(steps[0]))
             print(f"{rate:g} Mbit/s, {name}: {speed:,.0f}, then {measured:,.0f}", flush=True)
-    return {name: asdict(one) for name, one in checked.items()}
+    return {name: asdict(check) for name, check in checked.items()}
 
 
 def rows_of(checks: dict[tuple[float, str], list[Checked]]) -> list[list[str]]:
@@ -258,8 +258,8 @@ def main() -> None:
         def measure(rate: float = rate, folder: Path = folder) -> core.Record:
             return check(rate, folder, common)
 
-        for name, one in core.kept(folder, common, measure).items():
-            checks.setdefault((rate, name), []).append(Checked(**one))
+        for name, fields in core.kept(folder, common, measure).items():
+            checks.setdefault((rate, name), []).append(Checked(**fields))
     title = (
         f"{MACHINES} machines, H = {SYNC_EVERY}, 1 thread each, {os.cpu_count()} cores; torch "
         f"{torch.__version__}; median (min ... max) of n times `compare` and a run of so many steps"

@@ -277,13 +277,13 @@ def take_turns(
 
     With turns, a drift in the speed of the machine affects all tasks alike.
     """
-    found: dict[str, list[Result]] = {name: [] for name in tasks}
+    results: dict[str, list[Result]] = {name: [] for name in tasks}
     for number in range(warm_up + rounds):
         for name, task in tasks.items():
             result = task()
             if number >= warm_up:
-                found[name].append(result)
-    return found
+                results[name].append(result)
+    return results
 
 
 class Seconds(NamedTuple):
@@ -311,10 +311,10 @@ def kept(folder: Path, settings: Mapping[str, Any], measure: Callable[[], Record
         result = measure()
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"settings": settings, "result": result}, indent=2))
-    found: Record = json.loads(path.read_text())
-    if found["settings"] != settings:
+    saved: Record = json.loads(path.read_text())
+    if saved["settings"] != settings:
         raise SystemExit(f"{folder} holds a run with other settings: choose another --out")
-    return dict(found["result"])
+    return dict(saved["result"])
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -333,8 +333,8 @@ def summary(
 
 def against(losses: Mapping[int, float], control: Mapping[int, float]) -> str:
     """Compare losses with those of the control of the same seed."""
-    more = [100 * (losses[seed] / control[seed] - 1) for seed in losses if seed in control]
-    return f"{summary(more, '+.2f', middle=statistics.mean)} %" if more else ""
+    percentages = [100 * (losses[seed] / control[seed] - 1) for seed in losses if seed in control]
+    return f"{summary(percentages, '+.2f', middle=statistics.mean)} %" if percentages else ""
 
 
 def print_table(title: str, header: str, rows: Sequence[Sequence[str]]) -> None:

@@ -35,12 +35,16 @@ from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.diagnosis.kinds import ALL, WORDS
 
 STEP_SECONDS = 0.06
-MOST_SECONDS, AFTER_SECONDS = 75.0, 3.0
-"""For which a verdict is waited for, and after it for others."""
+MOST_SECONDS = 75.0
+"""For which a verdict is waited for."""
+AFTER_SECONDS = 3.0
+"""For which others are waited for after it."""
 WATCHED = 260
 """Steps after the fault began until a run without a verdict ends."""
-BEFORE, AFTER = 12, 40
-"""Rounds before and after the beginning of a fault that are recorded."""
+BEFORE = 12
+"""Rounds before the beginning of a fault that are recorded."""
+AFTER = 40
+"""Rounds from the beginning of a fault on that are recorded."""
 SAID = {
     re.compile(r"worker (?P<culprit>\d+)(: fragments .* are| .*is) not finite"): "wrong numbers",
     re.compile(
@@ -59,7 +63,8 @@ HEADER = "injected | at | named rightly | named otherwise | rounds | seconds | o
 
 @dataclass(frozen=True)
 class Fault:
-    """`inside`: in the victim's own process, by name and amount. `signal`, `link`: from outside."""
+    """A fault: `inside` the victim's process, by name and amount, or by `signal` or `link` from
+    outside."""
 
     kind: str
     """Verdict that is right. Empty: none."""
@@ -138,8 +143,10 @@ ISLANDS = {
     "diloco.quantization.codec": "int8",
 }
 """Longer delays, as the syncer looks for parts, and islands for versions, ten times a second."""
-JOB_RATE, ISLANDS_RATE = 60.0, 20.0
-"""Of each link, in Mbit/s."""
+JOB_RATE = 60.0
+"""Of each link of a job, in Mbit/s."""
+ISLANDS_RATE = 20.0
+"""Of each link of islands, in Mbit/s."""
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -177,7 +184,7 @@ class Case:
 @dataclass
 class Outcome:
     case: Case
-    said: list[tuple[str, str]]
+    verdicts: list[tuple[str, str]]
     """Kind and culprit of all verdicts, in order."""
     rounds: float
     seconds: float
@@ -186,16 +193,16 @@ class Outcome:
 
 def verdicts_in(text: str) -> list[tuple[str, str]]:
     """Return the kinds and culprits that a log names, without those that are over."""
-    found = list[tuple[str, str]]()
+    verdicts = list[tuple[str, str]]()
     for line in text.splitlines():
         if "waiting since" in line:
             continue
         for pattern, kind in SAID.items():
-            if one := pattern.search(line):
-                culprit = re.sub(r"^(?=\d)|worker-", "worker ", one["culprit"])
-                found.append((kind, ALL if culprit == "all workers" else culprit))
+            if match := pattern.search(line):
+                culprit = re.sub(r"^(?=\d)|worker-", "worker ", match["culprit"])
+                verdicts.append((kind, ALL if culprit == "all workers" else culprit))
                 break
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(verdicts))
 
 
 def inject(case: Case, run: Run) -> None:
@@ -223,7 +230,7 @@ def measure(case: Case, folder: Path) -> Outcome:
     # The first rank judges; anybody says whom it waits for; who heals itself says so.
     unable = fault.signal or fault.cut or fault.lossy or {"hang", "bit"} & fault.inside.keys()
     first = 1 if case.islands and victim == 0 else 0
-    numbers = [one for one in range(case.workers) if one != victim] if unable else [first]
+    numbers = [worker for worker in range(case.workers) if worker != victim] if unable else [first]
     heals = {"nan", "bit"} if case.islands else {"nan"}
     witnesses = [victim] if heals & fault.inside.keys() else numbers
     settings = SETTINGS | (ISLANDS if case.islands else JOB)
@@ -242,25 +249,28 @@ def measure(case: Case, folder: Path) -> Outcome:
         seconds = math.nan
         inject(case, run)
         end = began + watched
-        while time.monotonic() < end and all(run.living[one].is_alive() for one in witnesses):
+        while time.monotonic() < end and all(run.living[worker].is_alive() for worker in witnesses):
             if math.isnan(seconds) and set(verdicts_in(run.printed(*witnesses))) - set(before):
                 seconds = time.monotonic() - began
                 end = min(end, time.monotonic() + AFTER_SECONDS if fault.kind else math.inf)
             if time.monotonic() > began + fault.lasts:
                 run.signal(victim, signal.SIGCONT)
             time.sleep(0.05)
-        said = verdicts_in(run.printed(*witnesses))  # before they lose each other at the end
-        if math.isnan(seconds) and set(said) - set(before):  # a run that it has ended
+        verdicts = verdicts_in(run.printed(*witnesses))  # before they lose each other at the end
+        if math.isnan(seconds) and set(verdicts) - set(before):  # a run that it has ended
             seconds = time.monotonic() - began
-        for one in witnesses:
-            if run.living[one].exitcode and not said:
-                print(f"worker {one} ended: {run.printed(one)[-2000:]}", flush=True)
-    number = next((one for one in numbers if verdicts_in(run.printed(one))), 0)
+        for worker in witnesses:
+            if run.living[worker].exitcode and not verdicts:
+                print(f"worker {worker} ended: {run.printed(worker)[-2000:]}", flush=True)
+    number = next((worker for worker in numbers if verdicts_in(run.printed(worker))), 0)
     history = read_json_lines(run.history(number))[0]
-    steps = [one["step"] for one in run.records(number) if one.get("kind") == "verdict"]
+    records = run.records(number)
+    steps = [record["step"] for record in records if record.get("kind") == "verdict"]
     until = min((step for step in steps if step >= BEGIN), default=0)
-    rounds = sum(BEGIN <= int(one["step"]) <= until for one in history) if until else math.nan
-    return Outcome(case, said, rounds, seconds, history)
+    rounds = math.nan
+    if until:
+        rounds = sum(BEGIN <= int(record["step"]) <= until for record in history)
+    return Outcome(case, verdicts, rounds, seconds, history)
 
 
 def write_history(folder: Path, outcome: Outcome) -> None:
@@ -268,13 +278,13 @@ def write_history(folder: Path, outcome: Outcome) -> None:
     case = outcome.case
     history = outcome.history
     about = {"fault": case.name, "workers": case.workers, "expected": case.expected, "begin": BEGIN}
-    split = sum(one["step"] < BEGIN for one in history)
+    split = sum(record["step"] < BEGIN for record in history)
     lines = [about, *history[max(0, split - BEFORE) : split + AFTER]]
     folder.mkdir(parents=True, exist_ok=True)
     kind = "islands" if case.islands else "job"
     name = f"{kind}-{case.name.replace('/', '-of-')}-{case.victim}-of-{case.workers}"
     path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in lines))
+    path.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in lines))
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -289,22 +299,24 @@ def row(outcomes: list[Outcome]) -> list[str]:
         expected = outcome.case.expected
         also = outcome.case.fault.also
         correct = {expected, (also, expected[1])} if also and expected else {expected}
-        first = outcome.said[0] if outcome.said else None
+        first = outcome.verdicts[0] if outcome.verdicts else None
         if first in correct:
             right += 1
         else:
             otherwise[" ".join(first) if first else "nothing"] += 1
-        false.update(" ".join(one) for one in outcome.said[1:] if one not in correct)
-    seconds = [one.seconds for one in outcomes if not math.isnan(one.seconds)]
-    rounds = [one.rounds for one in outcomes if not math.isnan(one.rounds)]
+        false.update(
+            " ".join(verdict) for verdict in outcome.verdicts[1:] if verdict not in correct
+        )
+    seconds = [outcome.seconds for outcome in outcomes if not math.isnan(outcome.seconds)]
+    rounds = [outcome.rounds for outcome in outcomes if not math.isnan(outcome.rounds)]
 
     def text(counts: Counter[str]) -> str:
-        return ", ".join(f"{what} {count}x" for what, count in counts.items()) or "-"
+        return ", ".join(f"{verdict} {count}x" for verdict, count in counts.items()) or "-"
 
     case = outcomes[0].case
     return [
         case.name,
-        ", ".join(f"{one.case.victim}" for one in outcomes) + f" of {case.workers}",
+        ", ".join(f"{outcome.case.victim}" for outcome in outcomes) + f" of {case.workers}",
         f"{right}/{len(outcomes)}",
         text(otherwise),
         core.summary(rounds, ".0f") if rounds else "-",
@@ -335,11 +347,11 @@ def main() -> None:
             victim = (repeat + 1) % workers
             case = Case(name, workers, victim, rate, options.islands, options.minutes)
             with tempfile.TemporaryDirectory() as folder:
-                found = measure(case, Path(folder, "case"))
+                outcome = measure(case, Path(folder, "case"))
             if options.record is not None and case.fault.judged:
-                write_history(options.record, found)
-            outcomes.append(found)
-            about = f"{found.said}, {found.rounds:.0f} rounds, {found.seconds:.1f} s"
+                write_history(options.record, outcome)
+            outcomes.append(outcome)
+            about = f"{outcome.verdicts}, {outcome.rounds:.0f} rounds, {outcome.seconds:.1f} s"
             load = os.getloadavg()[0]
             print(
                 f"{name}, victim {case.victim} of {workers}: {about}, load {load:.1f}", flush=True

@@ -44,14 +44,20 @@ from torchtitan_diloco.distributed.world import World, pick_device
 from torchtitan_diloco.export.weights import SavedModel, open_saved
 from torchtitan_diloco.models.interface import parameter_counts
 
-STEPS, EXAMPLES_PER_STEP, LR = 300, 8, 1e-3
-"""The fine-tuning of every model: AdamW, so many examples of each task a step, a constant rate."""
+STEPS = 300
+"""Steps of the fine-tuning of every model, by AdamW."""
+EXAMPLES_PER_STEP = 8
+"""Examples of each task in a step."""
+LR = 1e-3
+"""Learning rate, which is constant."""
 PAIRS_AT_ONCE = 128
 """Pairs of a context and an answer in a forward pass without gradients."""
 HELD_OUT_TOKENS = 2_000_000
 """Tokens of held-out text of all corpora that examples are made from, at most."""
-CLEARLY, LIKELY = 0.99, 0.95
-"""One-sided confidence that a model beats chance, and two-sided confidence of a difference."""
+CLEARLY = 0.99
+"""One-sided confidence that a model beats chance."""
+LIKELY = 0.95
+"""Two-sided confidence of a difference."""
 CONTROL = "data parallel"
 PHASES = "before", "after"
 WARM_UP = "0.2"
@@ -124,7 +130,7 @@ def find_sources(
             f'{lacking} has diloco.method = "none", as a control: give such folders to --runs, '
             "trained with checkpoint.at_end = true"
         )
-    return sorted(sources, key=lambda one: (one.name != CONTROL, one.name, one.seed))
+    return sorted(sources, key=lambda source: (source.name != CONTROL, source.name, source.seed))
 
 
 def common_facts(saved: SavedModel) -> dict[str, object]:
@@ -219,15 +225,15 @@ def losses_of(model: nn.Module, batch: Batch) -> Tensor:
 @torch.no_grad()
 def answer(saved: SavedModel, examples: Sequence[Example]) -> str:
     """Return a "1" for each example whose likeliest choice is the right one, "0" for the others."""
-    pairs = [(one.context, choice) for one in examples for choice in one.choices]
+    pairs = [(example.context, choice) for example in examples for choice in example.choices]
     losses: list[float] = []
     for first in range(0, len(pairs), PAIRS_AT_ONCE):
         part = pairs[first : first + PAIRS_AT_ONCE]
         batch = encode(part, saved.tokenizer, saved.config.training.sequence_length)
         losses += losses_of(saved.model, batch).tolist()
     of_examples = torch.tensor(losses).view(len(examples), -1)
-    right = of_examples.argmin(dim=1) == torch.tensor([one.answer for one in examples])
-    return "".join("01"[int(one)] for one in right)
+    right = of_examples.argmin(dim=1) == torch.tensor([example.answer for example in examples])
+    return "".join("01"[int(is_right)] for is_right in right)
 
 
 def fine_tune(saved: SavedModel, examples: Mapping[str, Sequence[Example]], steps: int) -> None:
@@ -237,7 +243,7 @@ def fine_tune(saved: SavedModel, examples: Mapping[str, Sequence[Example]], step
     for step in range(steps):
         for of_task in examples.values():
             part = of_task[step * EXAMPLES_PER_STEP : (step + 1) * EXAMPLES_PER_STEP]
-            pairs = [(one.context, one.right) for one in part]
+            pairs = [(example.context, example.right) for example in part]
             batch = encode(pairs, saved.tokenizer, saved.config.training.sequence_length)
             tokens = (batch[1] != IGNORE_INDEX).sum()
             (losses_of(model, batch).sum() / tokens / len(examples)).backward()
@@ -268,7 +274,7 @@ def measure(source: Source, count: int, steps: int) -> core.Record:
             to_fit,
             steps * EXAMPLES_PER_STEP,
             f"fine-tuning, {source.seed}",
-            without={one.context for one in tests[task]},
+            without={example.context for example in tests[task]},
         )
         for task in TASKS
     }
@@ -303,7 +309,9 @@ def measure_kept(out: Path, source: Source, count: int, steps: int) -> core.Reco
     folder = core.run_folder(out / "answers", f"{source.name}, seed {source.seed}", settings)
     result = core.kept(folder, settings, lambda: measure(source, count, steps))
     for phase in PHASES:
-        right = ", ".join(f"{task} {100 * share(one):.1f} %" for task, one in result[phase].items())
+        right = ", ".join(
+            f"{task} {100 * share(answers):.1f} %" for task, answers in result[phase].items()
+        )
         print(f"{source.name}, seed {source.seed}, {phase} fine-tuning: {right}", flush=True)
     return result
 
@@ -373,7 +381,7 @@ def answer_rows(results: Results, names: Sequence[str]) -> tuple[list[list[str]]
     alone has learned would be shown, and those that it alone has not learned would be left out.
     """
     rows = []
-    others = []
+    uncounted = []
     chances = next(iter(results.values()))["chance"]
     for task, phase in product(chances, PHASES):
         answers = {
@@ -383,14 +391,14 @@ def answer_rows(results: Results, names: Sequence[str]) -> tuple[list[list[str]]
         chance = chances[task]
         does_count = any(counts([*of_seeds.values()], chance) for of_seeds in answers.values())
         control = answers.pop(CONTROL)
-        shares = [100 * share(one) for one in control.values()]
+        shares = [100 * share(answers) for answers in control.values()]
         right = core.summary(shares, ".1f", middle=statistics.mean)
         if does_count:
             points = [difference(of_seeds, control) for of_seeds in answers.values()]
             rows.append([task, phase, f"{100 * chance:.1f}", right, *points])
         else:
-            others.append(f"{task}, {phase} fine-tuning: {right} %, chance {100 * chance:.1f} %")
-    return rows, others
+            uncounted.append(f"{task}, {phase} fine-tuning: {right} %, chance {100 * chance:.1f} %")
+    return rows, uncounted
 
 
 def write_results(out: Path, results: Results, count: int, steps: int) -> None:
@@ -399,7 +407,7 @@ def write_results(out: Path, results: Results, count: int, steps: int) -> None:
     first = next(iter(results.values()))
     seeds = ", ".join(map(str, of_model(results, CONTROL)))
     losses = markdown_table(LOSSES.split(" | "), loss_rows(results, names))
-    rows, others = answer_rows(results, names)
+    rows, uncounted = answer_rows(results, names)
     answers = markdown_table([*ANSWERS.split(" | "), *names[1:]], rows)
     text = (
         f"{first['parameters'] / 1e6:.2f}M parameters, seeds {seeds}; {first['device']}; "
@@ -408,8 +416,8 @@ def write_results(out: Path, results: Results, count: int, steps: int) -> None:
         "fine-tuning, of the control in %, of the others in points more; mean (least ... greatest) "
         f"of the seeds, ± what the draw of the questions leaves open ({LIKELY:.0%})\n\n{answers}\n"
     )
-    if others:
-        listed = "".join(f"\n- {line}" for line in others)
+    if uncounted:
+        listed = "".join(f"\n- {line}" for line in uncounted)
         text += f"\nNot counted, as no model clearly beats chance:\n{listed}\n"
     (out / "table.md").write_text(text)
     with (out / "results.jsonl").open("w") as file:
@@ -432,12 +440,14 @@ def settings_of(run: scale.Run, corpus: str, extra: core.Settings, ratio: float)
     text |= {key: value for key, value in extra.items() if key.startswith("data.")}
     if "data.mixture" in extra:
         text["data.corpus"] = ""
-    more = {"lr_schedule.warmup": WARM_UP} | extra
+    chosen_settings = {"lr_schedule.warmup": WARM_UP} | extra
     if run.every:
-        more = {"diloco.beginning.length": WARM_UP} | more
+        chosen_settings = {"diloco.beginning.length": WARM_UP} | chosen_settings
     else:
-        more = {key: value for key, value in more.items() if not key.startswith("diloco.")}
-    return scale.settings_of(run, text, more, ratio)
+        chosen_settings = {
+            key: value for key, value in chosen_settings.items() if not key.startswith("diloco.")
+        }
+    return scale.settings_of(run, text, chosen_settings, ratio)
 
 
 def train_runs(

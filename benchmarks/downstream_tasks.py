@@ -109,9 +109,9 @@ def copy_word(text: Text, draw: random.Random) -> Example:
     """Ask for the word that follows another one in a list. All choices are in the list once."""
     words = text.draw_words(LISTED, draw)
     number = draw.randrange(LISTED - 1)
-    asked, right = words[number : number + 2]
-    wrong = draw.sample([word for word in words[1:] if word not in (asked, right)], 3)
-    context = f"{' '.join(words)}\n{asked}"
+    word_before, right = words[number : number + 2]
+    wrong = draw.sample([word for word in words[1:] if word not in (word_before, right)], 3)
+    context = f"{' '.join(words)}\n{word_before}"
     return example_of(context, f" {right}", [f" {word}" for word in wrong], draw)
 
 
@@ -129,7 +129,9 @@ def match_bracket(text: Text, draw: random.Random) -> Example:
     closed = draw.choice(list(BRACKETS))
     context += f"{next(words)}{closed}{next(words)}{BRACKETS[closed]}"
     right = BRACKETS[still_open[-1]]
-    return example_of(context, right, [one for one in BRACKETS.values() if one != right], draw)
+    return example_of(
+        context, right, [bracket for bracket in BRACKETS.values() if bracket != right], draw
+    )
 
 
 def add_numbers(_: Text, draw: random.Random) -> Example:
@@ -192,9 +194,9 @@ def examples_of_all(
     known = set(without)
     of_texts = list[list[Example]]()
     for number, text in enumerate(texts[:count]):
-        own = -(-(count - number) // len(texts))
+        of_this_text = -(-(count - number) // len(texts))
         name = f"{seed}, corpus {number}" if number else seed
-        of_texts.append(make_examples(task, text, own, name, without=known))
+        of_texts.append(make_examples(task, text, of_this_text, name, without=known))
         known |= {example.context for example in of_texts[-1]}
     turns = chain.from_iterable(zip_longest(*of_texts))
     return [example for example in turns if example is not None]

@@ -42,19 +42,19 @@ def measure(model: nn.Module, prompts: int, length: int, rounds: int) -> list[li
         for way, use_cache in WAYS.items()
     }
     timed = {way: partial(core.timed, task, device) for way, task in tasks.items()}
-    found = core.take_turns(timed, rounds)
+    times_of_way = core.take_turns(timed, rounds)
     new_tokens = prompts * length
     rows = []
-    for way, times in found.items():
-        pairs = list(zip(found["whole context"], times, strict=True))
+    for way, times in times_of_way.items():
+        pairs = list(zip(times_of_way["whole context"], times, strict=True))
         rows.append(
             [
                 str(prompts),
                 way,
-                core.summary([new_tokens / one.wall for one in times], ",.1f"),
-                core.summary([whole.wall / one.wall for whole, one in pairs], ".1f"),
-                core.summary([one.cpu / new_tokens for one in times], ",.2f", 1e3),
-                core.summary([whole.cpu / one.cpu for whole, one in pairs], ".1f"),
+                core.summary([new_tokens / duration.wall for duration in times], ",.1f"),
+                core.summary([whole.wall / duration.wall for whole, duration in pairs], ".1f"),
+                core.summary([duration.cpu / new_tokens for duration in times], ",.2f", 1e3),
+                core.summary([whole.cpu / duration.cpu for whole, duration in pairs], ".1f"),
             ]
         )
     return rows

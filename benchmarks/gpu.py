@@ -130,23 +130,23 @@ def bits(scale: Scale, _: Path) -> Iterator[Check]:
     values = 1e-3 * torch.randn(3 * UNIT + 77)
     cases = list(product(FORMATS, scale.blocks))
     for name, block in cases:
-        found = []
+        encoded = []
         for device in (core.CPU, scale.device):
             codec = build_codec(Quantization(name, block_size=block))
             given = values.to(device, copy=True)
             payload = torch.zeros(codec.wire_bytes(len(given)), dtype=torch.uint8, device=device)
             codec.encode(given, payload)
             codec.decode(payload, given)
-            found.append(torch.cat([payload.cpu(), given.cpu().view(torch.uint8)]))
-        if not torch.equal(*found):
+            encoded.append(torch.cat([payload.cpu(), given.cpu().view(torch.uint8)]))
+        if not torch.equal(*encoded):
             wrong.append(f"{name} {block}")
     formats = ", ".join(wrong) or "the same bits"
     yield Check(f"{len(cases)} formats", "the same bits as the CPU", formats, not wrong)
     shared, local = outer_round(core.CPU, core.CPU)
     for place in (scale.device, core.CPU):
         apart = [
-            float((one - other).abs().max())
-            for one, other in zip(outer_round(scale.device, place), (shared, local), strict=True)
+            float((here - on_cpu).abs().max())
+            for here, on_cpu in zip(outer_round(scale.device, place), (shared, local), strict=True)
         ]
         what = f"take, outer step, apply with the state on {place.type}"
         measured = f"shared {apart[0]:.1e}, local {apart[1]:.1e} apart"
@@ -179,8 +179,8 @@ def codec(scale: Scale, _: Path) -> Iterator[Check]:
         values = torch.randn(round(megabytes * 1e6 / 4), device=scale.device)
         made = build_codec(Quantization(name))
         with torch.cuda.stream(background_stream(scale.device)) if scale.on_gpu else nullcontext():
-            found = sync.measure_codec(made, values, scale.rounds)
-        share = statistics.median(sync.share_of_copy(found))
+            seconds_of_codec = sync.measure_codec(made, values, scale.rounds)
+        share = statistics.median(sync.share_of_copy(seconds_of_codec))
         # With 2 MB, kernel launches take longer than the kernels.
         passed = share >= 0.5 if scale.on_gpu and megabytes >= 64 else None
         what = f"{name}, {megabytes:g} MB"
@@ -193,16 +193,16 @@ def step(scale: Scale, _: Path) -> Iterator[Check]:
     for compiled, batch in ((False, 4), (True, 8)) if scale.on_gpu else ((False, 1),):
         changes = {"compile.enable": str(compiled).lower(), "training.batch_size": str(batch)}
         kind = f"batch {batch}, {'compiled' if compiled else 'eager'}"
-        ours = 0.0
+        our_seconds = 0.0
         # torchtitan's model takes longest to compile, so it runs only once.
         others = titan if compiled or not scale.on_gpu else []
         for name in [train_step.OURS, train_step.BARE, *others]:
             result = train_step.measure_alone(name, scale.step | changes, scale.rounds, 2)
             seconds = statistics.median(result.wall)
-            ours = ours or seconds
+            our_seconds = our_seconds or seconds
             measured = (
                 f"{result.tokens / seconds:,.0f} tokens/s, MFU {result.mfu_percent:.1f} %, "
-                f"{result.peak_bytes / GIB:.1f} GiB, ratio {ours / seconds:.3f}"
+                f"{result.peak_bytes / GIB:.1f} GiB, ratio {our_seconds / seconds:.3f}"
             )
             expected = ""
             passed = None
@@ -211,7 +211,7 @@ def step(scale: Scale, _: Path) -> Iterator[Check]:
                 passed = result.mfu_percent >= 38
             elif name == train_step.TITAN and compiled:
                 expected = "ratio at most 1 / 0.95"
-                passed = ours / seconds <= 1 / 0.95
+                passed = our_seconds / seconds <= 1 / 0.95
             yield Check(f"{name}, {kind}", expected, measured, passed)
 
 
@@ -229,12 +229,14 @@ def outer(scale: Scale, _: Path) -> Iterator[Check]:
             core.timed(lambda: None, scale.device)  # waits for the GPU, as a step does
         loop.drain()
         core.timed(lambda: None, scale.device)
-        found = loop.metrics()
+        metrics = loop.metrics()
         loop.close()
-        own = found["worker/exposed_seconds"] - found["worker/exposed_waiting_seconds"]
-        each = 1e3 * own / (2 * found["worker/fragments_applied"])
+        busy_seconds = metrics["worker/exposed_seconds"] - metrics["worker/exposed_waiting_seconds"]
+        milliseconds = 1e3 * busy_seconds / (2 * metrics["worker/fragments_applied"])
         what = f"take and apply, mean of both, {scale.flavor}, state: {memory}"
-        yield Check(what, "under 5 ms", f"{each:.2f} ms", each < 5 if scale.on_gpu else None)
+        yield Check(
+            what, "under 5 ms", f"{milliseconds:.2f} ms", milliseconds < 5 if scale.on_gpu else None
+        )
 
 
 def workers(scale: Scale, folder: Path) -> Iterator[Check]:
@@ -367,14 +369,14 @@ def save(scale: Scale, folder: Path) -> Iterator[Check]:
         "diloco.sync_every": "3",
         "checkpoint.every": "4",
     }
-    one = folder / "saved"
-    other = folder / "resumed"
-    core.train(one, settings, NPROC="1")
-    core.train(other, settings | {"training.stop_after": "4"}, NPROC="1")
-    core.train(other, settings, NPROC="1")
+    saved = folder / "saved"
+    resumed = folder / "resumed"
+    core.train(saved, settings, NPROC="1")
+    core.train(resumed, settings | {"training.stop_after": "4"}, NPROC="1")
+    core.train(resumed, settings, NPROC="1")
     first, second = (
         {path.name: path.read_bytes() for path in run.rglob("*step-00000008/**/*.safetensors")}
-        for run in (one, other)
+        for run in (saved, resumed)
     )
     differing = [name for name in first if first[name] != second.get(name)]
     same = ", ".join(differing) or "the same bits"
@@ -414,9 +416,9 @@ PARTS: dict[str, tuple[Callable[[Scale, Path], Iterator[Check]], int]] = {
 # --- the table ------------------------------------------------------------------------------------
 
 
-def run_part(name: str, seconds: float, work: Path, more: list[str]) -> list[Check]:
+def run_part(name: str, seconds: float, work: Path, extra_words: list[str]) -> list[Check]:
     """Run a part in a process of its own. Return its checks, and one that says how it failed."""
-    words = ["-m", "benchmarks.gpu", "--out", str(work), "--part", name, *more]
+    words = ["-m", "benchmarks.gpu", "--out", str(work), "--part", name, *extra_words]
     printed = work / f"{name}.txt"
     checks = work / f"{name}.jsonl"
     checks.unlink(missing_ok=True)
@@ -444,9 +446,9 @@ def show_part(name: str, scale: Scale, work: Path) -> None:
             file.flush()
 
 
-def run_parts(names: list[str], seconds: float, out: Path, more: list[str]) -> bool:
+def run_parts(names: list[str], seconds: float, out: Path, extra_words: list[str]) -> bool:
     """Run parts until the time is over, and write what they show. Return whether none failed."""
-    scale = MINIATURE if more else GPU
+    scale = MINIATURE if extra_words else GPU
     end = time.monotonic() + seconds
     made_by = records.provenance("benchmarks.gpu", sys.argv[1:], scale.device)
     shown = list[tuple[str, Check]]()
@@ -454,12 +456,14 @@ def run_parts(names: list[str], seconds: float, out: Path, more: list[str]) -> b
     log.write_text("")
     with tempfile.TemporaryDirectory() as work:
         for name in names:
-            left = min(PARTS[name][1], end - time.monotonic())
-            if left < SHORTEST_SECONDS:
+            seconds_left = min(PARTS[name][1], end - time.monotonic())
+            if seconds_left < SHORTEST_SECONDS:
                 shown.append((name, Check("the whole part", "", "not run: the time was over")))
                 continue
-            print(f"{name}: at most {left:.0f} s", flush=True)
-            shown += [(name, check) for check in run_part(name, left, Path(work), more)]
+            print(f"{name}: at most {seconds_left:.0f} s", flush=True)
+            shown += [
+                (name, check) for check in run_part(name, seconds_left, Path(work), extra_words)
+            ]
             with log.open("a") as file:
                 file.write(f"== {name}\n{Path(work, f'{name}.txt').read_text(errors='replace')}\n")
     words = {True: "ok", False: "FAILED", None: "-"}

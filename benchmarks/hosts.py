@@ -17,8 +17,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.network import Network, Program, wait_until
+from benchmarks.network import Network, Program
 from tests.ports import free_port
+from tests.waiting import wait_until
 from torchtitan_diloco.islands.__main__ import main as islands_main
 from torchtitan_diloco.islands.rules import presence
 
@@ -64,8 +65,11 @@ class FolderHost(Host):
     def __init__(
         self, folder: Path, network: Network, *, hasty: bool = False, threads: int = 1
     ) -> None:
-        """`folder`: for the store and the files of the syncer. `hasty`: miss islands sooner than by
-        default. `threads`: cores of the syncer."""
+        """Prepare the host.
+
+        `folder`: for the store and the files of the syncer. `hasty`: miss islands sooner than by
+        default. `threads`: cores of the syncer.
+        """
         self.location = str(folder / "store")
         self._folder = folder
         self._network = network
@@ -111,10 +115,10 @@ def run_islands(words: Sequence[str], is_hasty: bool) -> None:
 
 
 class BucketHost(Host):
-    """`islands serve`, with a login for each worker."""
+    """Host of a bucket by `islands serve`, with a login for each worker."""
 
     def __init__(self, folder: Path, network: Network, worker: int, islands: int) -> None:
-        """`worker`: place in the network. `islands`: number of other workers."""
+        """Prepare the host. `worker`: place in the network. `islands`: number of other workers."""
         self._bucket = folder / "bucket"
         self._network = network
         self._worker = worker
@@ -130,10 +134,10 @@ class BucketHost(Host):
         self._program = self._network.launch(self._worker, command, log)
         self._wait_for_line("^the bucket islands is at ")
         for site in [site_of(worker) for worker in range(1, self._islands)]:
-            with redirect_stdout(StringIO()) as said:
+            with redirect_stdout(StringIO()) as printed:
                 code = islands_main(["site", str(self._bucket), site])
             if code:
-                raise SystemExit(f"`islands site` failed: {said.getvalue()}")
+                raise SystemExit(f"`islands site` failed: {printed.getvalue()}")
         if self._islands > 1:
             self._wait_for_line(f"^sites with a login: .*{site_of(self._islands - 1)}$")
 

@@ -46,9 +46,9 @@ from pathlib import Path
 from benchmarks import core
 from benchmarks.hosts import BucketHost, StoreKind
 from benchmarks.islands_quality import QUALITY, measure_quality
-from benchmarks.islands_run import LENGTH, Found, IslandsRun, island_settings
-from benchmarks.network import wait_until
+from benchmarks.islands_run import LENGTH, IslandsRun, Measurements, island_settings
 from benchmarks.workers import Job
+from tests.waiting import wait_until
 
 # --- faults ---------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ HOST_FAULTS = (
     "store stopped for 6 s",
     "store cut off for 6 s",
 )
-STORM = [*(one for one in ISLAND_FAULTS if one != "killed in an exchange"), *HOST_FAULTS]
+STORM = [*(fault for fault in ISLAND_FAULTS if fault != "killed in an exchange"), *HOST_FAULTS]
 STEADY_STEP = 0.5
 """Seconds of a step in runs whose bytes are counted, for eight islands on two cores."""
 
@@ -102,13 +102,13 @@ def run_of(
 ) -> IslandsRun:
     """Return a run with as many tokens as its first islands train in `seconds`."""
     begin = begin or islands
-    own = {
+    own_settings = {
         "training.tokens": str(round(begin * seconds / step) * LENGTH),
         "diloco.quantization.codec": "fp32" if rate == MEDIUM else "fp4_e3m0",
         "islands.begin": str(begin),
         "islands.slots": str(islands),
     }
-    job = Job(SETTINGS | own | (settings or {}), sleep=step)
+    job = Job(SETTINGS | own_settings | (settings or {}), sleep=step)
     return IslandsRun(folder, islands, job, store, rate)
 
 
@@ -167,7 +167,7 @@ def cut(run: IslandsRun, place: int, seconds: float) -> None:
     run.network.cut(place, closed=False)
 
 
-def fault_case(folder: Path, fault: str, store: StoreKind = "serve") -> Found:
+def fault_case(folder: Path, fault: str, store: StoreKind = "serve") -> Measurements:
     others = [0, 1] if fault in ISLAND_FAULTS else [0, 1, 2]
     seconds = 50 if fault == "syncer killed" else 30
     with run_of(
@@ -177,12 +177,12 @@ def fault_case(folder: Path, fault: str, store: StoreKind = "serve") -> Found:
         since = time.time()
         back = strike(run, fault, 2)
         audit = run.finish()
-        found = run.seen(others, since, but_last=SYNC_EVERY)
-        found |= {"next round, s": run.next_round(run.living, back)}
-        return found | run.losses(audit, run.living)
+        measured = run.seen(others, since, but_last=SYNC_EVERY)
+        measured |= {"next round, s": run.next_round(run.living, back)}
+        return measured | run.losses(audit, run.living)
 
 
-def join(folder: Path) -> Found:
+def join(folder: Path) -> Measurements:
     """Start an island that joins two others over 200 Mbit/s."""
     with run_of(folder, seconds=50, rate=200, begin=2, settings=LARGE) as run:
         run.start_all(2, 3 * SYNC_EVERY)
@@ -202,7 +202,7 @@ def join(folder: Path) -> Found:
         )
 
 
-def fast_and_slow(folder: Path, store: StoreKind = "serve") -> Found:
+def fast_and_slow(folder: Path, store: StoreKind = "serve") -> Measurements:
     """Train with one island that is four times as fast as the other."""
     with run_of(folder, islands=2, seconds=60, store=store) as run:
         run.start(0)
@@ -212,11 +212,11 @@ def fast_and_slow(folder: Path, store: StoreKind = "serve") -> Found:
         audit = run.finish()
         slot = run.slot(1)
         merged = 100 * audit["merged_samples"][slot] / run.trained()[slot]
-        found = run.seen([0], since, but_last=SYNC_EVERY) | run.losses(audit, run.living)
-        return found | {"merged of the slow one, %": merged}
+        measured = run.seen([0], since, but_last=SYNC_EVERY) | run.losses(audit, run.living)
+        return measured | {"merged of the slow one, %": merged}
 
 
-def count_bytes(folder: Path, islands: int) -> Found:
+def count_bytes(folder: Path, islands: int) -> Measurements:
     """Count the bytes of the links of so many islands that train in fp32."""
     settings = LARGE | {"diloco.quantization.codec": "fp32"}
     seconds = 6 * SYNC_EVERY * STEADY_STEP
@@ -227,14 +227,14 @@ def count_bytes(folder: Path, islands: int) -> Found:
             run.reach(worker, 4 * SYNC_EVERY + 5, seconds=20 * seconds)
         until = time.time()
         audit = run.finish()
-        found = run.traffic(range(islands), SYNC_EVERY, since, until)
-        return found | run.losses(audit, range(islands))
+        measured = run.traffic(range(islands), SYNC_EVERY, since, until)
+        return measured | run.losses(audit, range(islands))
 
 
-def storm(folder: Path, seconds: float, store: StoreKind = "serve") -> Found:
+def storm(folder: Path, seconds: float, store: StoreKind = "serve") -> Measurements:
     """Inject a fault every 40 s, in random order."""
     generator = random.Random(folder.name)  # number of the run, so that a storm can be repeated
-    faults = [*STORM] if store == "serve" else [one for one in STORM if is_for(store, one)]
+    faults = [*STORM] if store == "serve" else [name for name in STORM if is_for(store, name)]
     with run_of(folder, islands=4, seconds=seconds, rate=MEDIUM, store=store) as run:
         run.start_all(4, 20)
         began = time.time()
@@ -255,17 +255,17 @@ def storm(folder: Path, seconds: float, store: StoreKind = "serve") -> Found:
         audit = run.finish()
         ended = max(run.steps(worker)[-1]["time"] for worker in run.living)
         usual = statistics.median(map(run.usual, run.living))
-        found = run.losses(audit, run.living)
-    found["kept time, %"] = 100 * (audit["merged_tokens"] - merged) * usual / (ended - began)
-    found["kept time, %"] /= 4 * LENGTH
-    return found
+        measured = run.losses(audit, run.living)
+    measured["kept time, %"] = 100 * (audit["merged_tokens"] - merged) * usual / (ended - began)
+    measured["kept time, %"] /= 4 * LENGTH
+    return measured
 
 
 COME_AND_GO = 4, 2, 10.0
 """Most and first islands of a run in which they come and go, and the average seconds between."""
 
 
-def come_and_go_for(folder: Path, seconds: float) -> Found:
+def come_and_go_for(folder: Path, seconds: float) -> Measurements:
     """Start, stop and kill islands for so many seconds, and watch what the store holds."""
     most, begin, pause = COME_AND_GO
     generator = random.Random(folder.name)
@@ -291,12 +291,12 @@ def come_and_go_for(folder: Path, seconds: float) -> Found:
         return summarize_store(run) | {"starts": starts, "problems": len(audit["problems"])}
 
 
-def summarize_store(run: IslandsRun) -> Found:
+def summarize_store(run: IslandsRun) -> Measurements:
     """Return the most objects, and the largest decision, in each quarter of a run."""
     objects = run.objects()
     decisions = run.decisions()
-    found = Found()
-    for what, records, key in (
+    measured = Measurements()
+    for kind, records, key in (
         ("objects", objects, "all"),
         ("decision, bytes", decisions, "bytes"),
     ):
@@ -305,12 +305,12 @@ def summarize_store(run: IslandsRun) -> Found:
         for quarter in range(4):
             until = began + (quarter + 1) / 4 * (ended - began)
             since = until - (ended - began) / 4
-            values = [one[key] for one in records if since <= one["time"] <= until]
-            found[f"{what}, quarter {quarter + 1}"] = max(values, default=math.nan)
-    return found
+            values = [record[key] for record in records if since <= record["time"] <= until]
+            measured[f"{kind}, quarter {quarter + 1}"] = max(values, default=math.nan)
+    return measured
 
 
-Measure = Callable[..., Found]
+Measure = Callable[..., Measurements]
 CASES: dict[str, Measure] = {
     "control": partial(fault_case, fault="control"),
     **{fault: partial(fault_case, fault=fault) for fault in (*ISLAND_FAULTS, *HOST_FAULTS)},
@@ -339,26 +339,36 @@ def is_for(store: StoreKind, case: str) -> bool:
 
 def measure_faults(cases: Mapping[str, Measure], repeats: int, out: Path) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also ends all programs
-    results = dict[str, list[Found]]()
+    results = dict[str, list[Measurements]]()
     out = out.absolute() / f"{time.time():.0f}"
     for name, number in product(cases, range(repeats)):
         try:
-            found = cases[name](out / re.sub(r"\W+", "-", name) / str(number))
+            measurements = cases[name](out / re.sub(r"\W+", "-", name) / str(number))
         except (SystemExit, TimeoutError, IndexError) as error:
             print(f"PROBLEM in {name}: {error}", flush=True)
         else:
-            print(f"{name}: {found}, load {os.getloadavg()[0]:.1f}", flush=True)
-            results.setdefault(name, []).append(found)
+            print(f"{name}: {measurements}, load {os.getloadavg()[0]:.1f}", flush=True)
+            results.setdefault(name, []).append(measurements)
     rows = []
-    for name, measured in results.items():
+    for name, repetitions in results.items():
         texts = {
             key: core.summary(
-                [one[key] for one in measured], ".2f" if "stall" in key or "part" in key else ".1f"
+                [measurements[key] for measurements in repetitions],
+                ".2f" if "stall" in key or "part" in key else ".1f",
             )
-            for key in measured[0]
+            for key in repetitions[0]
         }
-        more = "; ".join(f"{key}: {text}" for key, text in texts.items() if key not in COLUMNS)
-        rows.append([name, *(texts.get(one, "") for one in COLUMNS), more, str(len(measured))])
+        other_columns = "; ".join(
+            f"{key}: {text}" for key, text in texts.items() if key not in COLUMNS
+        )
+        rows.append(
+            [
+                name,
+                *(texts.get(column, "") for column in COLUMNS),
+                other_columns,
+                str(len(repetitions)),
+            ]
+        )
     header = " | ".join(["case", *COLUMNS, "also measured", "n"])
     core.print_table(f"Islands. {GOALS}", header, rows)
 

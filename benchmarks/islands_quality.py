@@ -103,7 +103,7 @@ def train_case(case: Case, tokens: int, seed: int, folder: Path) -> core.Record:
     if case.is_job:
         settings["diloco.workers"] = str(begin)
         records = core.train(folder / "run", settings, NPROC=str(begin), OMP_NUM_THREADS="1")
-        losses = [one["loss/val"] for one in records if "loss/val" in one]
+        losses = [record["loss/val"] for record in records if "loss/val" in record]
         return {"loss": losses[-1], "merged": 1.0, "problems": []}
     settings |= {
         "islands.begin": str(begin),
@@ -112,13 +112,13 @@ def train_case(case: Case, tokens: int, seed: int, folder: Path) -> core.Record:
     }
     with IslandsRun(folder, most, Job(settings, hasty=True), "folder") as run:
         come_and_go(run, case, tokens)
-        found = run.finish()
+        audit = run.finish()
         losses = [run.final_loss(worker) for worker in run.living]
     trained = run.trained()
     return {
         "loss": losses[0],
-        "merged": min(found["merged_samples"][one] / SAMPLES / trained[one] for one in trained),
-        "problems": found["problems"],
+        "merged": min(audit["merged_samples"][slot] / SAMPLES / trained[slot] for slot in trained),
+        "problems": audit["problems"],
     }
 
 
@@ -132,7 +132,9 @@ def measure_quality(names: list[str], seeds: int, tokens: int, out: Path) -> Non
         train = partial(train_case, QUALITY[name], tokens, seed, folder)
         results[name][seed] = core.kept(folder, {"tokens": tokens}, train)
         print(f"{name}, seed {seed}: {results[name][seed]}", flush=True)
-    losses = {name: {seed: one["loss"] for seed, one in results[name].items()} for name in results}
+    losses = {
+        name: {seed: result["loss"] for seed, result in results[name].items()} for name in results
+    }
     rows = []
     for name, runs in results.items():
         control = QUALITY[name].control
@@ -142,8 +144,8 @@ def measure_quality(names: list[str], seeds: int, tokens: int, out: Path) -> Non
                 core.summary(list(losses[name].values()), ".4f", middle=statistics.mean),
                 "" if name == control else core.against(losses[name], losses[control]),
                 "" if name == control else control,
-                f"{100 * min(found['merged'] for found in runs.values()):.1f} %",
-                str(sum(len(found["problems"]) for found in runs.values())),
+                f"{100 * min(run['merged'] for run in runs.values()):.1f} %",
+                str(sum(len(run["problems"]) for run in runs.values())),
                 str(len(runs)),
             ]
         )

@@ -13,20 +13,22 @@ from typing import Any, Self
 
 from benchmarks import core
 from benchmarks.hosts import StoreKind
-from benchmarks.network import wait_until
 from benchmarks.parity import read_tables
 from benchmarks.workers import Job, Run
 from tests.islands.audit import Audit, audited
 from tests.processes import FORKS
+from tests.waiting import wait_until
 from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.islands.rules.decision import Decision, encode_decision
 from torchtitan_diloco.store import AwayError, Store, open_store
 
 LENGTH = 64
 """Tokens of a sample."""
-LOOK_SECONDS, COUNT_SECONDS = 0.2, 10.0
-"""Seconds between two looks at the decisions of a run, and between two counts of its objects."""
-Found = dict[str, float]
+LOOK_SECONDS = 0.2
+"""Seconds between two looks at the decisions of a run."""
+COUNT_SECONDS = 10.0
+"""Seconds between two counts of its objects."""
+Measurements = dict[str, float]
 
 
 def island_settings(samples: int) -> core.Settings:
@@ -45,18 +47,18 @@ def watch(location: str, folder: Path, is_over: Event) -> None:
     """Audit a run until it is over. Write down its decisions, the numbers of its objects, and, at
     the end, what its ledgers say and what is wrong."""
     problems = list[str]()
-    found: core.Record = {}
+    summary: core.Record = {}
     store = open_store(location, writes=None)
     try:
         with audited(Path(location)) as audit:
             follow(audit, store, folder, is_over)
-        found = summarize(audit.newest)
+        summary = summarize(audit.newest)
         audit.check(LENGTH)
     except Exception as error:  # it belongs to the result of the run
         problems.append(f"the audit of the store: {type(error).__name__}: {error}")
     finally:
         store.close()
-    (folder / "audit.json").write_text(json.dumps(found | {"problems": problems}))
+    (folder / "audit.json").write_text(json.dumps(summary | {"problems": problems}))
 
 
 def follow(audit: Audit, store: Store, folder: Path, is_over: Event) -> None:
@@ -70,7 +72,7 @@ def follow(audit: Audit, store: Store, folder: Path, is_over: Event) -> None:
     ):
         while not is_last:
             is_last = is_over.wait(LOOK_SECONDS)
-            for number in sorted(one for one in list(audit.decisions) if one > newest):
+            for number in sorted(key for key in list(audit.decisions) if key > newest):
                 newest = number
                 decisions.write(json.dumps(describe(audit.decisions[number])) + "\n")
             if is_last or time.monotonic() - counted_at > COUNT_SECONDS:
@@ -84,7 +86,7 @@ def describe(decision: Decision) -> core.Record:
         "time": decision.written,
         "session": decision.session,
         "bytes": len(encode_decision(decision)),
-        "versions": sum(one.version for one in decision.fragments),
+        "versions": sum(fragment.version for fragment in decision.fragments),
     }
 
 
@@ -101,13 +103,13 @@ def summarize(decision: Decision) -> core.Record:
     ledgers = [slot.ledgers for slot in decision.slots]
     return {
         "ended": decision.ended,
-        "merged_tokens": statistics.mean(one.clock for one in decision.fragments),
+        "merged_tokens": statistics.mean(fragment.clock for fragment in decision.fragments),
         "merged_samples": [
-            statistics.mean(one.taken - one.lost for one in ledger) for ledger in ledgers
+            statistics.mean(ledger.taken - ledger.lost for ledger in of_slot) for of_slot in ledgers
         ],
-        "lost_samples": [statistics.mean(one.lost for one in ledger) for ledger in ledgers],
+        "lost_samples": [statistics.mean(ledger.lost for ledger in of_slot) for of_slot in ledgers],
         "read_twice": [slot.read_twice for slot in decision.slots],
-        "shared": [one.checksum(one.version) for one in decision.fragments],
+        "shared": [fragment.checksum(fragment.version) for fragment in decision.fragments],
     }
 
 
@@ -144,21 +146,21 @@ class IslandsRun(Run):
         path = self.folder / "audit.json"
         if not path.exists():
             raise SystemExit((self.folder / "watch.txt").read_text()[-2000:])
-        found: dict[str, Any] = json.loads(path.read_text())
-        problems = found["problems"] + [
+        summary: dict[str, Any] = json.loads(path.read_text())
+        problems = summary["problems"] + [
             f"island {worker} ended with {process.exitcode}"
             for worker, process in self.living.items()
             if process.exitcode != 0
         ]
-        if ends and not found.get("ended"):
+        if ends and not summary.get("ended"):
             problems.append("the run has not ended")
         for worker in self.living if ends else ():
             notes = self.noted(worker, "shared")
-            if not notes or notes[-1]["shared"] != found.get("shared"):
+            if not notes or notes[-1]["shared"] != summary.get("shared"):
                 problems.append(f"island {worker} has other shared parameters than the store")
         for problem in problems:
             print(f"PROBLEM in {self.folder}: {problem}", flush=True)
-        return found | {"problems": problems}
+        return summary | {"problems": problems}
 
     # --- what the store has shown -----------------------------------------------------------------
 
@@ -173,9 +175,11 @@ class IslandsRun(Run):
         written."""
 
         def later() -> list[core.Record]:
-            found = self.decisions()
-            last = max(number for number, one in enumerate(found) if one["session"] == before)
-            return found[last + 1 :]
+            decisions = self.decisions()
+            last = max(
+                number for number, decision in enumerate(decisions) if decision["session"] == before
+            )
+            return decisions[last + 1 :]
 
         wait_until(lambda: bool(later()), "another syncer", seconds=seconds)
         return float(later()[0]["time"])
@@ -184,15 +188,15 @@ class IslandsRun(Run):
 
     def final_loss(self, worker: int) -> float | None:
         """Return the last loss of the shared parameters in the last life of an island."""
-        losses = [one["loss/val"] for one in self.records(worker) if "loss/val" in one]
+        losses = [record["loss/val"] for record in self.records(worker) if "loss/val" in record]
         return losses[-1] if losses else None
 
     def usual(self, worker: int) -> float:
-        return float(statistics.median(one["seconds"] for one in self.steps(worker)))
+        return float(statistics.median(step["seconds"] for step in self.steps(worker)))
 
     def seen(
         self, workers: Iterable[int], since: float, until: float = math.inf, *, but_last: int = 0
-    ) -> Found:
+    ) -> Measurements:
         """Return the longest stall and the largest idle share of these islands in a time span.
 
         `but_last`: number of the last steps to leave out, in which islands wait until the run has
@@ -203,24 +207,24 @@ class IslandsRun(Run):
         for worker in workers:
             steps = self.steps(worker, since, until)
             steps = steps[: len(steps) - but_last]
-            exposed = [one["exposed"] for one in steps]
+            exposed = [step["exposed"] for step in steps]
             stalls.append(max(exposed) / self.usual(worker))
-            idle.append(100 * sum(exposed) / sum(one["seconds"] for one in steps))
+            idle.append(100 * sum(exposed) / sum(step["seconds"] for step in steps))
         return {"longest stall, steps": max(stalls), "idle, %": max(idle)}
 
     def next_round(self, workers: Iterable[int], since: float) -> float:
         """Return the seconds until all these islands have read another version."""
 
         def wait(worker: int) -> float:
-            before = max((one["rounds"] for one in self.steps(worker, until=since)), default=0)
-            later = [one["time"] for one in self.steps(worker, since) if one["rounds"] > before]
+            before = max((step["rounds"] for step in self.steps(worker, until=since)), default=0)
+            later = [step["time"] for step in self.steps(worker, since) if step["rounds"] > before]
             return min(later, default=math.inf) - since
 
         return max(map(wait, workers))
 
     def traffic(
         self, workers: Iterable[int], sync_every: int, since: float = 0, until: float = math.inf
-    ) -> Found:
+    ) -> Measurements:
         """Return the bytes of the links of these islands, by the counters of the kernel, and those
         of the versions that they have applied, as multiples of the parts that they have sent in
         whole cycles of this time span."""
@@ -244,10 +248,10 @@ class IslandsRun(Run):
             "versions down, parts": max(versions),
         }
 
-    def losses(self, audit: dict[str, Any], workers: Iterable[int]) -> Found:
+    def losses(self, audit: dict[str, Any], workers: Iterable[int]) -> Measurements:
         """Return the number of steps that are lost or were repeated, and of problems."""
         slots = [self.slot(worker) for worker in workers]
-        lost = sum(audit["lost_samples"][one] + audit["read_twice"][one] for one in slots)
+        lost = sum(audit["lost_samples"][slot] + audit["read_twice"][slot] for slot in slots)
         return {"steps lost": lost, "problems": len(audit["problems"])}
 
     def slot(self, worker: int) -> int:
@@ -255,9 +259,9 @@ class IslandsRun(Run):
 
     def trained(self) -> Counter[int]:
         """Return the steps that the owners of each slot have taken."""
-        found = Counter[int]()
+        steps_of_slot = Counter[int]()
         slot = 0
         for note in (note for worker in range(self.workers) for note in self.noted(worker, "time")):
             slot = note.get("slot", slot)
-            found[slot] += "step" in note
-        return found
+            steps_of_slot[slot] += "step" in note
+        return steps_of_slot

@@ -18,7 +18,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,9 +28,11 @@ from tests.processes import FORKS
 INTERFACE = "eth0"
 LOOPBACK = "lo"
 PORT = 29500
-LARGEST, BURST = 15_000, 16_384
-"""Bytes that leave a socket as one packet, and the least that a link sends at once. With a smaller
-burst, after a change of its rate, a queued packet would wait for ever."""
+LARGEST = 15_000
+"""Bytes that leave a socket as one packet, at most."""
+BURST = 16_384
+"""Bytes that a link sends at once, at least. With fewer, after a change of its rate, a queued
+packet would wait for ever."""
 MARK = "BENCHMARK_IN_OWN_NETWORK"
 ENVIRONMENT = os.environ | {
     "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
@@ -79,17 +80,6 @@ def read_counters(interface: str, process: int | str = "self") -> tuple[int, int
     raise NoNetworkError(f"/proc/{process}/net/dev has no {interface}")
 
 
-def wait_until(
-    condition: Callable[[], bool], what: str, log: Path | None = None, seconds: float = 90.0
-) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            said = log.read_text(errors="replace")[-2000:] if log else ""
-            raise TimeoutError(f"{what} did not come in {seconds:g} s:\n{said}")
-        time.sleep(0.02)
-
-
 class Program:
     """A program in a network, and its log."""
 
@@ -107,7 +97,7 @@ class Program:
 
     def line(self, pattern: str) -> str:
         """Return the first line of the log that matches the pattern, or an empty string."""
-        return next((one for one in self.printed().splitlines() if re.search(pattern, one)), "")
+        return next((line for line in self.printed().splitlines() if re.search(pattern, line)), "")
 
     def wait(self, seconds: float = 90.0) -> int | None:
         """Return the exit code, or None if the program has to be killed after `seconds`."""
@@ -124,7 +114,7 @@ class Program:
 
 class Network:
     def __init__(self, workers: int, *, up: float = math.inf, down: float = math.inf) -> None:
-        """`up`, `down`: Mbit/s from and to each worker."""
+        """Describe a network. `up`, `down`: Mbit/s from and to each worker."""
         self.workers = workers
         self._up = up
         self._down = down

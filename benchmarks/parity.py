@@ -110,11 +110,11 @@ def read_tables() -> Tables:
 
 def expand(name: str) -> list[str]:
     """Return the names that braces stand for: "H={10|30}" is "H=10" and "H=30"."""
-    begin, brace, rest = name.partition("{")
+    begin, brace, after_brace = name.partition("{")
     if not brace:
         return [name]
-    choices, _, end = rest.partition("}")
-    return [begin + choice + more for choice in choices.split("|") for more in expand(end)]
+    choices, _, end = after_brace.partition("}")
+    return [begin + choice + ending for choice in choices.split("|") for ending in expand(end)]
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def main() -> None:
     names = [name.strip() for name in options.runs.split(";") if name.strip()] or list(controls)
     if unknown := set(names) - controls.keys():
         parser.error(f"--runs {unknown.pop()!r}: there are {'; '.join(controls)}")
-    names = [one for one in controls if one in {*names, *(controls[name] for name in names)}]
+    names = [name for name in controls if name in {*names, *(controls[name] for name in names)}]
     runs = {name: table.settings(name) | extra for name in names}
     texts = {name: text_of(run, options.corpus, options.out) for name, run in runs.items()}
     for name, run in runs.items():
@@ -232,8 +232,8 @@ def main() -> None:
     print_losses(table, results)
     text = options.text or re.sub(r"\W+", "-", Path(options.corpus).name).strip("-")
     path = options.out / records.file_name(f"parity-{options.table}-{text}", made_by)
-    found = record_runs(options.table, text, seeded, results)
-    records.write(path, records.stamped(found, made_by))
+    run_records = record_runs(options.table, text, seeded, results)
+    records.write(path, records.stamped(run_records, made_by))
     print(f"\nwrote {path}")
 
 

@@ -58,15 +58,15 @@ def without_folders(words: Sequence[str]) -> list[str]:
 
     Of the absolute paths in other words, only the names are kept.
     """
-    kept = list[str]()
+    shortened = list[str]()
     words_left = iter(words)
     for word in words_left:
         name, equals, _ = word.partition("=")
         if name not in FILE_OPTIONS:
-            kept.append(Path(word).name if word.startswith("/") else word)
+            shortened.append(Path(word).name if word.startswith("/") else word)
         elif not equals:
             next(words_left, None)  # its value
-    return kept
+    return shortened
 
 
 def read_commit() -> str:

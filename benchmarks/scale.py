@@ -243,8 +243,8 @@ def plan_ratio(
     """
     starts = [probe["seconds"] - probe["tokens"] / probe["tokens_per_second"] for probe in probes]
     starting = max(0.0, *starts) * math.ceil(len(probes) / at_once)
-    each = sum(size / probe["peak_tokens_per_second"] for probe in probes)
-    fitting = math.floor((seconds - starting) / each)
+    seconds_per_ratio = sum(size / probe["peak_tokens_per_second"] for probe in probes)
+    fitting = math.floor((seconds - starting) / seconds_per_ratio)
     in_text = MOST_EPOCHS * text_tokens // size
     fewest: int = min(FULL_RATIO, fitting, in_text)
     return max(0, fewest)
@@ -286,7 +286,7 @@ class Session(NamedTuple):
     end: float
     """Of all runs, by the monotonic clock."""
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         return self.end - time.monotonic()
 
     def text_of(self, stage: Stage) -> Text:
@@ -304,13 +304,15 @@ class Session(NamedTuple):
         print(f"{stage}: measuring speeds", flush=True)
         kinds = {run._replace(seed=0): run for run in runs}
         short = {run: probe_settings(run, text.settings, self.extra) for run in kinds}
-        probes = core.train_all(self.work / "speed", short, self.at_once, PROBE_SHARE * self.left())
+        probes = core.train_all(
+            self.work / "speed", short, self.at_once, PROBE_SHARE * self.seconds_left()
+        )
         if len(probes) < len(short):
             return 0
         ratio = plan_ratio(
             stage.size,
             [probes[run._replace(seed=0)] for run in runs],
-            USED * self.left(),
+            USED * self.seconds_left(),
             self.at_once,
             text.about["text_tokens"],
         )
@@ -341,7 +343,7 @@ class Session(NamedTuple):
             folder,
             settings,
             self.at_once,
-            self.left(),
+            self.seconds_left(),
             keep_checkpoints=True,
             made_by=asdict(made_by),
         )
@@ -368,10 +370,10 @@ class Session(NamedTuple):
 
 def read_cut(folder: Path) -> core.Record | None:
     """Return what a run that was cut has measured, or None if it was cut before a validation."""
-    found = core.read_records(folder)
-    if not any("loss/val" in record for record in found):
+    records = core.read_records(folder)
+    if not any("loss/val" in record for record in records):
         return None
-    return core.summarize_run(found)
+    return core.summarize_run(records)
 
 
 # --- command line ---------------------------------------------------------------------------------

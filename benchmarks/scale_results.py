@@ -66,7 +66,9 @@ def find_pairs(records: Sequence[core.Record]) -> list[Pair]:
     A run that was cut is compared at the last tokens after which both were validated.
     """
     same = "stage", "seed", "text", "tokenizer", "tokens_per_parameter", "extra", "device"
-    controls = {tuple(one[key] for key in same): one for one in records if not one["every"]}
+    controls = {
+        tuple(record[key] for key in same): record for record in records if not record["every"]
+    }
     pairs = list[Pair]()
     for row in records:
         control = controls.get(tuple(row[key] for key in same))
@@ -74,8 +76,8 @@ def find_pairs(records: Sequence[core.Record]) -> list[Pair]:
             continue
         of_control = dict(control["curve"])
         of_row = dict(row["curve"])
-        if both := of_control.keys() & of_row.keys():
-            tokens = max(both)
+        if tokens_of_both := of_control.keys() & of_row.keys():
+            tokens = max(tokens_of_both)
             pairs.append(Pair(row, control, tokens, (of_control[tokens], of_row[tokens])))
     order = "size", "optimizer", "workers", "every", "beginning", "seed"
     return sorted(pairs, key=lambda pair: tuple(pair.row[key] for key in order))

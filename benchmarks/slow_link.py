@@ -142,7 +142,7 @@ def summarize(
 ) -> Measured:
     """Measure the second cycle. `records`: of logged steps, two a cycle."""
     begin, middle, end = (
-        next(one for one in records if one["step"] == step)
+        next(record for record in records if record["step"] == step)
         for step in (cycle, 3 * cycle // 2, 2 * cycle)
     )
 
@@ -178,7 +178,7 @@ def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> 
 
 def references(runs: Runs) -> list[float]:
     """Return the tokens/s of the fastest method without a limit in each repeat."""
-    free = [found for (rate, _), found in runs.items() if rate == math.inf]
+    free = [repeats for (rate, _), repeats in runs.items() if rate == math.inf]
     return [max(run.tokens_per_second for run in repeat) for repeat in zip(*free, strict=True)]
 
 
@@ -189,19 +189,19 @@ def utilizations(runs: Runs, rate: float, method: str) -> list[float]:
 
 
 def row(runs: Runs, rate: float, method: str) -> list[str]:
-    found = runs[rate, method]
+    repeats = runs[rate, method]
     used = utilizations(runs, rate, method)
-    free = [1 - (run.exposed_seconds or 0.0) / run.seconds_per_step for run in found]
+    free = [1 - (run.exposed_seconds or 0.0) / run.seconds_per_step for run in repeats]
     if method.startswith(DATA_PARALLEL):
         free = [min(1.0, share) for share in used]
     return [
         "no limit" if rate == math.inf else f"{rate:.3g}",
         method,
-        core.summary([run.tokens_per_second for run in found], ",.0f"),
+        core.summary([run.tokens_per_second for run in repeats], ",.0f"),
         core.summary(used, ".1f", 100),
         core.summary(free, ".1f", 100),
-        core.summary([run.sent_per_step for run in found], ",.1f", 1e-3),
-        f"{len(found)} ({found[0].steps})",
+        core.summary([run.sent_per_step for run in repeats], ",.1f", 1e-3),
+        f"{len(repeats)} ({repeats[0].steps})",
     ]
 
 
@@ -228,15 +228,15 @@ def main() -> None:
     if TORCHFT in settings and not torchft_loop.is_installed():
         print(f"torchft is not installed, so it has no rows: {install_command('bench')}")
         del settings[TORCHFT]
-    for own in settings.values():
-        core.load(own)
+    for of_run in settings.values():
+        core.load(of_run)
     runs = dict[tuple[float, str], list[Measured]]()
     rates = sorted({math.inf, *options.rates})
     # All methods and rates are in each repeat: a drift of the machine affects them alike.
     for repeat, rate, name in product(range(options.repeats), reversed(rates), settings):
-        own = settings[name] | run_length(cycle_of(name, rate))
-        folder = core.run_folder(options.out, f"{name}-{rate:g}-{repeat}", own)
-        run = measure(name, rate, own, folder)
+        of_repeat = settings[name] | run_length(cycle_of(name, rate))
+        folder = core.run_folder(options.out, f"{name}-{rate:g}-{repeat}", of_repeat)
+        run = measure(name, rate, of_repeat, folder)
         runs.setdefault((rate, name), []).append(run)
         speed = f"{run.tokens_per_second:,.0f} tokens/s"
         print(f"repeat {repeat}, {rate:g} Mbit/s, {name}: {speed}", flush=True)

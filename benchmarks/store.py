@@ -56,8 +56,14 @@ def rates(store: Store, kind: str, streams: int, megabytes: float, rounds: int) 
             down.append(core.timed(lambda name=name: large.get(name, len(content))))  # type: ignore[misc]
             large.delete(name)
     columns = [
-        *(core.summary([megabytes / one.wall for one in way[1:]], ",.0f") for way in (up, down)),
-        *(core.summary([one.cpu / megabytes for one in way[1:]], ".1f", 1e3) for way in (up, down)),
+        *(
+            core.summary([megabytes / duration.wall for duration in way[1:]], ",.0f")
+            for way in (up, down)
+        ),
+        *(
+            core.summary([duration.cpu / megabytes for duration in way[1:]], ".1f", 1e3)
+            for way in (up, down)
+        ),
     ]
     return [kind, str(streams), *columns, str(rounds)]
 
@@ -75,11 +81,11 @@ def times(store: Store, kind: str, rounds: int) -> list[str]:
         "missing": lambda: store.get(f"{OWN}missing"),
         "list": lambda: store.list(f"{OWN}listed/"),
     }
-    found = core.take_turns(
+    seconds = core.take_turns(
         {name: lambda task=task: core.timed(task).wall for name, task in tasks.items()},  # type: ignore[misc]
         rounds,
     )
-    columns = [core.summary(values, ".1f", 1e3) for values in found.values()]
+    columns = [core.summary(values, ".1f", 1e3) for values in seconds.values()]
     return [kind, *columns, str(rounds)]
 
 

@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -52,16 +53,19 @@ from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.distributed.world import WORKER, join_world
 from torchtitan_diloco.store import LargeObjects, open_store
 
-ADDRESSES, PROXY_ADDRESS = ("10.0.0.1", "10.0.1.1"), "10.0.0.2"
+ADDRESSES = "10.0.0.1", "10.0.1.1"
 """Of the ends of the link, which are both in one namespace."""
+PROXY_ADDRESS = "10.0.0.2"
 INTERFACES = INTERFACE, "eth1"
 PROXY_PORT = 9
 SO_ORIGINAL_DST = 80
 PIECE = 2**17
 AHEAD = 2e-3
 BURST = 1e-2
-STREAM_RATE, RATE = 200 / 8e-6, 800 / 8e-6
-"""Bytes per second of a connection, and of all of them in a direction."""
+STREAM_RATE = 200 / 8e-6
+"""Bytes per second of a connection."""
+RATE = 800 / 8e-6
+"""Bytes per second of all connections in a direction."""
 REPEATS = 3
 """Runs over a short link with each number of streams."""
 HEADER = "wire | round trip, ms | streams | Mbit/s | n"
@@ -89,7 +93,7 @@ async def pass_on(source: socket.socket, sink: socket.socket, link: Bucket, dela
     `link` is shared by all connections in this direction.
     """
     loop = asyncio.get_running_loop()
-    own = Bucket(STREAM_RATE)
+    bucket = Bucket(STREAM_RATE)
     queue = asyncio.Queue[tuple[float, bytes]]()
 
     async def deliver() -> None:
@@ -104,9 +108,10 @@ async def pass_on(source: socket.socket, sink: socket.socket, link: Bucket, dela
     delivering = asyncio.create_task(deliver())
     with contextlib.suppress(OSError):
         while data := await loop.sock_recv(source, PIECE):
-            left = max(own.take(len(data)), link.take(len(data)), time.monotonic())
-            queue.put_nowait((left + delay, data))
-            if (ahead := left - time.monotonic()) > AHEAD:  # the sender waits, as TCP has a window
+            left_at = max(bucket.take(len(data)), link.take(len(data)), time.monotonic())
+            queue.put_nowait((left_at + delay, data))
+            ahead = left_at - time.monotonic()
+            if ahead > AHEAD:  # the sender waits, as TCP has a window
                 await asyncio.sleep(ahead)
     queue.put_nowait((time.monotonic() + delay, b""))
     with contextlib.suppress(OSError):
@@ -129,13 +134,13 @@ async def serve(delay: float) -> None:
         with near, far, contextlib.suppress(OSError):
             if address not in towards:
                 return  # it was not redirected
-            back = next(one for one in ADDRESSES if one != address)
+            back = next(end for end in ADDRESSES if end != address)
             far.setblocking(False)
             far.bind((PROXY_ADDRESS, 0))
             await asyncio.sleep(2 * delay)  # the handshake
             await loop.sock_connect(far, (address, port))
-            for one in (near, far):
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for connection in (near, far):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await asyncio.gather(
                 pass_on(near, far, towards[address], delay),
                 pass_on(far, near, towards[back], delay),
@@ -255,7 +260,7 @@ def large_objects(
 
 def measure(options: argparse.Namespace, latency: float) -> list[list[str]]:
     """Return the rows of a round trip of so many ms."""
-    found: list[tuple[str, str, list[float]]] = []
+    rates_of_wires: list[tuple[str, str, list[float]]] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         network = stack.enter_context(ThisEnd())
         host = BucketHost(Path(folder), network, worker=0, islands=1)
@@ -266,13 +271,13 @@ def measure(options: argparse.Namespace, latency: float) -> list[list[str]]:
             pool = ProcessPool(600)
             (count, rates), *_ = pool.run(exchange, 2, streams, options.megabytes, options.rounds)
             pool.close()
-            found.append(("gloo, each way", str(count), rates))
-            both = large_objects(host.join(0), streams, options.megabytes, options.rounds)
-            for way, rates in zip(("up", "down"), both, strict=True):
-                found.append((f"islands, {way}", str(streams), rates))
+            rates_of_wires.append(("gloo, each way", str(count), rates))
+            rates_of_ways = large_objects(host.join(0), streams, options.megabytes, options.rounds)
+            for way, rates in zip(("up", "down"), rates_of_ways, strict=True):
+                rates_of_wires.append((f"islands, {way}", str(streams), rates))
     return [
         [wire, f"{latency:g}", name, core.summary(rates, ",.0f", 8e-6), str(len(rates))]
-        for wire, name, rates in sorted(found, key=lambda one: one[0])
+        for wire, name, rates in sorted(rates_of_wires, key=itemgetter(0))
     ]
 
 

@@ -92,21 +92,21 @@ def measure_codec(codec: Codec, values: Tensor, rounds: int) -> dict[str, list[f
     tasks: dict[str, Callable[[], object]]
     tasks = {"encode": encode, "decode": decode, "copy": lambda: decoded.copy_(values)}
     turns = {name: partial(core.timed, task, values.device) for name, task in tasks.items()}
-    found = core.take_turns(turns, rounds)
-    return {name: [one.wall for one in times] for name, times in found.items()}
+    times_of_turn = core.take_turns(turns, rounds)
+    return {name: [seconds.wall for seconds in times] for name, times in times_of_turn.items()}
 
 
-def share_of_copy(found: dict[str, list[float]]) -> list[float]:
-    turns = zip(found["encode"], found["decode"], found["copy"], strict=True)
+def share_of_copy(seconds: dict[str, list[float]]) -> list[float]:
+    turns = zip(seconds["encode"], seconds["decode"], seconds["copy"], strict=True)
     return [2 * copy / (encode + decode) for encode, decode, copy in turns]
 
 
 def format_row(name: str, rounds: int) -> list[str]:
     values = 1e-3 * torch.randn(round(MEGABYTES * 1e6 / 4))
     codec = build_codec(Quantization(codec=name))
-    found = measure_codec(codec, values, rounds)
+    seconds_of_turn = measure_codec(codec, values, rounds)
     speeds = [
-        core.summary([values.nbytes / seconds for seconds in found[key]], ".2f", 1e-9)
+        core.summary([values.nbytes / seconds for seconds in seconds_of_turn[key]], ".2f", 1e-9)
         for key in ("encode", "decode")
     ]
     return [name, f"{8 * codec.wire_bytes(len(values)) / len(values):.3f}", *speeds]
@@ -316,8 +316,8 @@ def measure_syncs(options: argparse.Namespace) -> list[list[str]]:
     )
     cases = sync_cases(options.codecs, options.kinds, case)
     turns = {name: partial(measure_in_processes, case) for name, case in cases.items()}
-    found = core.take_turns(turns, options.turns, warm_up=0)
-    return [sync_row(name, measured) for name, measured in found.items()]
+    results = core.take_turns(turns, options.turns, warm_up=0)
+    return [sync_row(name, measured) for name, measured in results.items()]
 
 
 def main() -> None:

@@ -34,8 +34,9 @@ import torch
 
 from benchmarks import core
 from benchmarks.hosts import FolderHost
-from benchmarks.network import NoNetwork, wait_until
+from benchmarks.network import NoNetwork
 from benchmarks.sync import cpu_seconds
+from tests.waiting import wait_until
 from torchtitan_diloco.diloco.formats import island_formats
 from torchtitan_diloco.islands.layout import Layout, hexadecimal
 from torchtitan_diloco.islands.link import NOTE_SECONDS
@@ -151,7 +152,7 @@ class Puppet:
 
     def train_cycle(self) -> None:
         """Take steps until a part of each fragment is stored."""
-        while not all(one.is_undecided for one in self.machine.fragments):
+        while not all(fragment.is_undecided for fragment in self.machine.fragments):
             self.machine.finish_step(1, 1, 0.01)
             while (due := self.boundary()).applies or due.sends:
                 for send in due.sends:
@@ -216,7 +217,7 @@ class Measured:
         for puppet in self.puppets:
             puppet.write_note()
 
-    def wait(self, reached: Callable[[Decision], bool], what: str) -> None:
+    def wait(self, reached: Callable[[Decision], bool], awaited: str) -> None:
         """Pass decisions to all puppets until one is reached."""
 
         def look() -> bool:
@@ -229,7 +230,7 @@ class Measured:
                 self.write_notes()
             return self.newest is not None and reached(self.newest)
 
-        wait_until(look, what, seconds=PATIENCE)
+        wait_until(look, awaited, seconds=PATIENCE)
 
     def begin(self) -> None:
         """Found the run, and let all puppets take a slot."""
@@ -244,7 +245,7 @@ class Measured:
             for puppet in self.puppets:
                 puppet.boundary()
             self.write_notes()
-            return decision.begun and all(one.machine.is_training for one in self.puppets)
+            return decision.begun and all(puppet.machine.is_training for puppet in self.puppets)
 
         self.wait(is_begun, "all islands")
 
@@ -269,11 +270,11 @@ class Measured:
         def is_over(decision: Decision) -> bool:
             nonlocal most
             most = Memory(*map(max, most, memory_of_process(pid)))
-            return all(one.version >= number for one in decision.fragments)
+            return all(fragment.version >= number for fragment in decision.fragments)
 
         self.wait(is_over, f"version {number}")
         seconds = time.monotonic() - began
-        found = Cycle(
+        measured = Cycle(
             cpu_seconds(pid) - cpu - idle * seconds,
             seconds,
             most.private - before.private,
@@ -281,7 +282,7 @@ class Measured:
         )
         for puppet in self.puppets:
             puppet.drop_parts()
-        return found
+        return measured
 
 
 def measure(
@@ -310,12 +311,12 @@ def row(values: int, islands: int, idle: float, cycles: Sequence[Cycle], to: flo
     return [
         f"{factor * values:,.0f}",
         str(islands),
-        core.summary([one.cpu for one in cycles], ".2f", factor),
+        core.summary([cycle.cpu for cycle in cycles], ".2f", factor),
         f"{100 * idle:.1f}",
-        core.summary([one.seconds for one in cycles], ".2f", factor),
-        f"{core.summary([one.seconds for one in cycles], '.1f', share)} %",
-        core.summary([one.private / values for one in cycles], ".1f"),
-        core.summary([one.mapped / values for one in cycles], ".1f"),
+        core.summary([cycle.seconds for cycle in cycles], ".2f", factor),
+        f"{core.summary([cycle.seconds for cycle in cycles], '.1f', share)} %",
+        core.summary([cycle.private / values for cycle in cycles], ".1f"),
+        core.summary([cycle.mapped / values for cycle in cycles], ".1f"),
         str(len(cycles)),
     ]
 

@@ -58,7 +58,7 @@ class TorchftLoop(DataParallel):
         lighthouse: str,
         address: str = "localhost",
     ) -> None:
-        """`address`: that of this worker."""
+        """Build the loop. `address`: that of this worker."""
         from torchft import Manager, ProcessGroupGloo
         from torchft.local_sgd import DiLoCo
 
@@ -88,8 +88,10 @@ class TorchftLoop(DataParallel):
         )
         # Its fragments are modules.
         modules: list[nn.Module] = [
-            nn.ParameterDict({part.name.replace(".", "_"): part.parameter for part in one.parts})
-            for one in build_fragments(model, config.fragments)
+            nn.ParameterDict(
+                {part.name.replace(".", "_"): part.parameter for part in fragment.parts}
+            )
+            for fragment in build_fragments(model, config.fragments)
         ]
         outer = config.outer_optimizer
         self._begun = 0.0

@@ -164,18 +164,18 @@ def run_steps(loop: Loop, steps: int, device: torch.device) -> core.Seconds:
 def measure(names: Sequence[str], settings: core.Settings, rounds: int, steps: int) -> list[Result]:
     """Measure loops in turns."""
     config = core.load(settings | ONE_WORKER)
-    trainer, batches, ours = build_trainer_loop(config)
+    trainer, batches, our_loop = build_trainer_loop(config)
     device = trainer.world.device
     builders = {BARE: bare_pytorch, TITAN: bare_torchtitan}
-    loops = {name: builders[name](trainer, batches) if name != OURS else ours for name in names}
+    loops = {name: builders[name](trainer, batches) if name != OURS else our_loop for name in names}
     turns = {name: partial(run_steps, loop, steps, device) for name, loop in loops.items()}
-    found = core.take_turns(turns, rounds)
+    times_of_loop = core.take_turns(turns, rounds)
     tokens = trainer.plan.tokens_per_step
     peak = peak_flops(device)
     flops = tokens * flops_per_token(trainer.model, config.training.sequence_length)
     memory = peak_memory_bytes(device) if device.type == "cuda" else 0
     results = []
-    for name, times in found.items():
+    for name, times in times_of_loop.items():
         wall, cpu = map(list, zip(*times, strict=True))
         mfu = 0.0 if peak is None else 100 * flops / statistics.median(wall) / peak
         results.append(Result(name, wall, cpu, tokens, mfu, memory))
@@ -191,7 +191,7 @@ def measure_alone(name: str, settings: core.Settings, rounds: int, steps: int) -
 
 
 def build_row(result: Result, ours: Result) -> list[str]:
-    ratios = [own / other for other, own in zip(result.wall, ours.wall, strict=True)]
+    ratios = [our / other for other, our in zip(result.wall, ours.wall, strict=True)]
     return [
         result.loop,
         core.summary([result.tokens / seconds for seconds in result.wall], ",.0f"),
@@ -215,7 +215,9 @@ def part_seconds(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
             outer.step()
 
     name = f"outer loop between exchanges, H = {streaming.sync_every}"
-    found = {name: [core.timed(between_exchanges).wall / OUTER_STEPS for _ in range(rounds)]}
+    seconds_of_part = {
+        name: [core.timed(between_exchanges).wall / OUTER_STEPS for _ in range(rounds)]
+    }
     outer.close()
     steps = {}
     for name in OPTIMIZERS:
@@ -226,8 +228,8 @@ def part_seconds(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
     for parameter in trainer.model.parameters():
         parameter.grad = torch.randn_like(parameter)
     for name, times in core.take_turns(steps, rounds).items():
-        found[name] = [one.wall for one in times]
-    return found
+        seconds_of_part[name] = [seconds.wall for seconds in times]
+    return seconds_of_part
 
 
 def main() -> None:

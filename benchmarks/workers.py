@@ -24,8 +24,9 @@ import torch
 
 from benchmarks import core
 from benchmarks.hosts import Host, StoreKind, build_host, site_of
-from benchmarks.network import INTERFACE, Network, NoNetwork, read_counters, wait_until
+from benchmarks.network import INTERFACE, Network, NoNetwork, read_counters
 from tests.processes import FORKS
+from tests.waiting import wait_until
 from torchtitan_diloco import train
 from torchtitan_diloco.components import checkpoint
 from torchtitan_diloco.components.checkpoint import Checkpointer
@@ -154,8 +155,8 @@ class Worker(Trainer):
         if (peers := self.island_peers) is not None:
             decision = peers.machine.decision
             assert decision is not None
-            facts["merged"] = max(one.clock for one in decision.fragments)
-            facts["rounds"] = sum(one.version for one in decision.fragments)
+            facts["merged"] = max(fragment.clock for fragment in decision.fragments)
+            facts["rounds"] = sum(fragment.version for fragment in decision.fragments)
             facts["parts"] = peers.gauges.sent
             facts["versions"] = peers.gauges.received
             job.clock.value = max(job.clock.value, peers.clock)
@@ -201,8 +202,12 @@ def record_inputs(path: Path) -> None:
         if observed.cycle is not None:
             told["cycle"] = round(observed.cycle, 3)
         told["seen"] = {
-            who: [*map(short, one.vitals[:-1]), [*map(short, one.vitals.transfers)], *one[1:]]
-            for who, one in observed.reports.items()
+            worker: [
+                *map(short, report.vitals[:-1]),
+                [*map(short, report.vitals.transfers)],
+                *report[1:],
+            ]
+            for worker, report in observed.reports.items()
         }
         file.write(json.dumps(told) + "\n")
         return hear(judge, observed)
@@ -261,8 +266,11 @@ class Run:
         store: StoreKind | None = None,
         rate: float = math.inf,
     ) -> None:
-        """`store`: that of islands. None: the workers are one job. `rate`: of the link of each
-        worker, in Mbit/s."""
+        """Prepare workers.
+
+        `store`: that of islands. None: the workers are one job. `rate`: of the link of each worker,
+        in Mbit/s.
+        """
         self.folder = folder
         self.workers = workers
         self.job = job
@@ -310,14 +318,19 @@ class Run:
         self.started[worker] = time.time()
         run = "run"
         variables = self.network.rank_variables(worker)
-        own = core.Settings()
+        settings_of_worker = core.Settings()
         if self.host is not None:
             run = f"run-{worker}-{self.started[worker]:.2f}"
             variables = {}
-            own = {"islands.join": self.host.join(worker), "islands.name": site_of(worker)}
-        own["run.folder"] = str(self.folder / run)
+            settings_of_worker = {
+                "islands.join": self.host.join(worker),
+                "islands.name": site_of(worker),
+            }
+        settings_of_worker["run.folder"] = str(self.folder / run)
         counted = self.store == "serve"
-        job = replace(self.job, settings=self.job.settings | own, counted=counted, **changes)
+        job = replace(
+            self.job, settings=self.job.settings | settings_of_worker, counted=counted, **changes
+        )
         self.living[worker] = self.network.fork(
             worker,
             run_worker,
@@ -365,7 +378,7 @@ class Run:
     def wait(self) -> None:
         """Wait until all living workers have ended, or are stuck."""
         while any(process.is_alive() for process in self.living.values()):
-            latest = max(self.notes(one).stat().st_mtime for one in self.living)
+            latest = max(self.notes(worker).stat().st_mtime for worker in self.living)
             if time.time() - latest > STUCK_SECONDS:
                 break
             time.sleep(0.1)
@@ -382,16 +395,16 @@ class Run:
         return self.folder / f"log-{worker}.txt"
 
     def printed(self, *workers: int) -> str:
-        return "".join(self.log(one).read_text(errors="replace") for one in workers)
+        return "".join(self.log(worker).read_text(errors="replace") for worker in workers)
 
     def steps(self, worker: int, since: float = 0, until: float = math.inf) -> list[core.Record]:
-        return [one for one in self.noted(worker, "step") if since <= one["time"] <= until]
+        return [step for step in self.noted(worker, "step") if since <= step["time"] <= until]
 
     def noted(self, worker: int, key: str) -> list[core.Record]:
         """Return the notes with this key."""
         path = self.notes(worker)
         notes = read_json_lines(path)[0] if path.exists() else []
-        return [one for one in notes if key in one]
+        return [note for note in notes if key in note]
 
     def records(self, worker: int) -> list[core.Record]:
         """Return the records of a worker, of an island those of its last life."""

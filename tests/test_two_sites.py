@@ -18,10 +18,11 @@ import pytest
 import tomli_w
 import torch
 
-from benchmarks.network import ENVIRONMENT, Program, enter, wait_until
+from benchmarks.network import ENVIRONMENT, Program, enter
 from tests.conftest import REPOSITORY
 from tests.network import Sites, built
 from tests.processes import FORKS
+from tests.waiting import wait_until
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.export.weights import open_saved
 from torchtitan_diloco.islands.seaweed import find_weed

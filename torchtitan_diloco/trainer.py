@@ -78,10 +78,12 @@ from torchtitan_diloco.models.parallelize import compute_dtype, materialize, par
 
 
 class Trainer:
+    """Build the parts of a run, and train."""
+
     def __init__(
         self, config: Config, world: World, note_step: Callable[[], None] = lambda: None
     ) -> None:
-        """`note_step`: called after each step."""
+        """Build the parts of a run. `note_step`: called after each step."""
         self._note_step = note_step
         self.config = config
         self.world = world
@@ -235,6 +237,7 @@ class Trainer:
         return 0 < self.config.training.stop_after <= self.step
 
     def _after_step(self, requests: Requests) -> AfterStep:
+        """Return what is true after a step."""
         finished = self.course.finished
         return AfterStep(
             step=self.step,
@@ -296,11 +299,11 @@ class Trainer:
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
         total_norm = gradient_norm(self.model.parameters(), fsdp)
-        read = read_later(torch.stack([cross_entropy, total_norm]))
+        read_loss_and_norm = read_later(torch.stack([cross_entropy, total_norm]))
         clipped_step(self.optimizer, total_norm, config.max_gradient_norm)
         self.optimizer.zero_grad()
         self.group_entries.check()
-        loss, norm = read()  # while a GPU runs the optimizer step
+        loss, norm = read_loss_and_norm()  # while a GPU runs the optimizer step
         skipped = self.skips.count(self.step, norm)
         if skipped:
             self.outer.heal(fsdp)
@@ -355,7 +358,7 @@ class Trainer:
         )
 
     def _build_checkpointer(self, folder: Path, lock: FolderLock | None) -> Checkpointer:
-        """`folder`: that of this worker. `lock`: its lock, on the first rank."""
+        """Build the checkpointer of this worker. `folder`: its own. `lock`: on its first rank."""
         about = Manifest(
             step=0,
             tokens=0,
@@ -397,8 +400,7 @@ class Trainer:
     def _build_model(self) -> None:
         """Plan the run, and shard the model, allocate it and fill it with its first weights."""
         config = self.config
-        device = self.world.device
-        dtype = compute_dtype(config.parallel.compute_dtype, device)
+        dtype = compute_dtype(config.parallel.compute_dtype, self.world.device)
         counts = parameter_counts(self.model)
         before = counted_before(config, self.start.manifest)
         self.plan = plan_run(
@@ -436,11 +438,10 @@ class Trainer:
             compile=config.compile,
             compute_dtype=dtype,
         )
-        materialize(self.model, device, config.run.seed)
-        if self._initial_weights:
+        materialize(self.model, self.world.device, config.run.seed)
+        if weights := self._initial_weights:
             from torchtitan_diloco.export.weights import load_initial_weights
 
-            weights = self._initial_weights
             load = partial(load_initial_weights, self.model, weights, self.tokenizer)
             on_all_ranks(self.world.saving, load)  # disks may be slow
 

@@ -70,7 +70,7 @@ def save(axes: Axes, name: str) -> None:
 
 
 def draw_turns() -> None:
-    """Two cycles of H steps in which three fragments take turns."""
+    """Draw two cycles of H steps in which three fragments take turns."""
     axes = bare_axes(9.2, 3.1)
     cycle = 6.0
     delay = 1.4
@@ -105,7 +105,7 @@ def draw_turns() -> None:
 
 
 def draw_exchange() -> None:
-    """One exchange of a fragment in four chunks, between two workers."""
+    """Draw one exchange of a fragment in four chunks, between two workers."""
     axes = bare_axes(9.2, 2.9)
     lanes = {
         "training thread": 3,
@@ -177,7 +177,7 @@ def draw_fragment() -> None:
 
 
 def draw_run_folder() -> None:
-    """The files of a run, and the command or program that reads each."""
+    """Draw the files of a run, and the command or program that reads each."""
     axes = bare_axes(9.2, 3.9)
     blue, orange, green = FRAGMENTS
     rows = [
@@ -215,7 +215,7 @@ def draw_run_folder() -> None:
 
 
 def draw_losses() -> None:
-    """The table of 9,000 steps in benchmarks/records/loss.md."""
+    """Draw the table of 9,000 steps in benchmarks/records/loss.md."""
     page = LOSSES.read_text(encoding="utf-8")
     table = page[page.index("| run | rounds | loss, % |") :]
     pattern = r"^\| ([^|]+?) \| \d+ \| ([+-][\d.]+) \(([+-][\d.]+) \.\.\. ([+-][\d.]+)\)"
@@ -240,7 +240,7 @@ def draw_losses() -> None:
 
 
 def draw_bytes() -> None:
-    """The runs of 3,000 steps in benchmarks/records/loss.md, by method."""
+    """Draw the runs of 3,000 steps in benchmarks/records/loss.md, by method."""
     page = LOSSES.read_text(encoding="utf-8")
     dense = page[page.index("| 3,000 |") : page.index("| 9,000 |")]
     sparse = page[page.index("**Sparse deltas**") : page.index("**Other settings.**")]
@@ -281,7 +281,7 @@ def draw_bytes() -> None:
 
 
 def draw_islands() -> None:
-    """Three islands, a store and the syncer: one comes late, one is cut off, one dies."""
+    """Draw three islands, a store and the syncer: one comes late, one is cut off, one dies."""
     axes = bare_axes(9.2, 4.3)
     blue, orange, green = FRAGMENTS
     versions = [1.6, 3.6, 5.6, 7.6, 9.6]
@@ -330,7 +330,7 @@ def draw_islands() -> None:
 
 
 def draw_two_sites() -> None:
-    """Two sites of eight GPUs: as one world over a tunnel, and as islands with a bucket."""
+    """Draw two sites of eight GPUs: as one world over a tunnel, and as islands with a bucket."""
     axes = bare_axes(9.2, 3.9)
     blue, orange, green = FRAGMENTS
     for site, x in (("site A: 203.0.113.10", 0.0), ("site B: 198.51.100.20", 7.0)):
@@ -345,8 +345,8 @@ def draw_two_sites() -> None:
         axes.text(x + 2, 1.88, "FSDP2 inside: NCCL, NVLink", ha="center", color=FAINT)
         bar(axes, x + 0.3, 1.2, 3.4, green, "run.folder of this site")
         axes.text(x + 2, 0.62, "the same corpus, a copy", ha="center", color=FAINT)
-    both = {"arrowstyle": "<|-|>", "color": blue, "lw": 1.6}
-    axes.annotate("", (4.05, 2.7), (6.95, 2.7), arrowprops=both)
+    arrow_of_both = {"arrowstyle": "<|-|>", "color": blue, "lw": 1.6}
+    axes.annotate("", (4.05, 2.7), (6.95, 2.7), arrowprops=arrow_of_both)
     axes.text(5.5, 2.85, "one world: wg0 (UDP 51820)", ha="center", color=blue, size=9)
     axes.text(5.5, 2.32, "rank r with rank r + 8", ha="center", color=blue, size=9)
     bar(axes, 4.6, 0.75, 1.8, orange, "bucket")
@@ -360,11 +360,11 @@ def draw_two_sites() -> None:
 
 
 def draw_terminal(output: Path) -> None:
-    """Show the beginning and the end of a run, with its result in green."""
+    """Draw the beginning and the end of a run, with its result in green."""
     known = ("setting up", "data: ", "step       ", "step    1/")
-    lines = [one for one in output.read_text().splitlines() if not one.startswith(known)]
-    steps = [number for number, one in enumerate(lines) if re.match(r"step +\d", one)]
-    result = next(number for number, one in enumerate(lines) if one.startswith("loss of the"))
+    lines = [line for line in output.read_text().splitlines() if not line.startswith(known)]
+    steps = [number for number, line in enumerate(lines) if re.match(r"step +\d", line)]
+    result = next(number for number, line in enumerate(lines) if line.startswith("loss of the"))
     shown = [f"$ ./run_train.sh\n{lines[0]}", *lines[1 : steps[2]], "..."]
     shown = "\n".join([*shown, *lines[steps[-4] :]]).splitlines()
     green = len(shown) - (len(lines) - result)

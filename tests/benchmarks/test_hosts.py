@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hosts import BucketHost
-from benchmarks.network import NoNetwork, wait_until
+from benchmarks.network import NoNetwork
+from tests.waiting import wait_until
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands.seaweed import find_weed
 from torchtitan_diloco.store import open_store

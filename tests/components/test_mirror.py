@@ -10,7 +10,6 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-from benchmarks.network import wait_until
 from tests.components.checkpoints import flip_a_bit, saved_steps, write_checkpoint
 from tests.components.test_copies import TOKEN, copies_in
 from tests.components.test_resume import (
@@ -31,6 +30,7 @@ from tests.diloco.toy import join
 from tests.processes import ProcessPool
 from tests.store.places import BucketServer, Place
 from tests.test_trainer import around_steps
+from tests.waiting import wait_until
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components import mirror, resume
 from torchtitan_diloco.components.checkpoint_folder import (

@@ -132,12 +132,14 @@ def telemetry(
     )
 
 
-def log(own: Telemetry, step: int, run: RunProgress | None = None) -> None:
-    numbers = own.numbers(agreement_seconds=0.0)
-    own.open_record(step, 0.1, PendingSum(own.world, [*Asked(), *numbers], "in the test"), run=run)
+def log(session: Telemetry, step: int, run: RunProgress | None = None) -> None:
+    numbers = session.numbers(agreement_seconds=0.0)
+    session.open_record(
+        step, 0.1, PendingSum(session.world, [*Asked(), *numbers], "in the test"), run=run
+    )
 
 
-def train(own: Telemetry, steps: Sequence[int], result: StepResult = TRAINED) -> None:
+def train(session: Telemetry, steps: Sequence[int], result: StepResult = TRAINED) -> None:
     """Train steps of two seconds, of which half a second waits for data, and log every second."""
 
     def load() -> Iterator[Any]:
@@ -145,36 +147,36 @@ def train(own: Telemetry, steps: Sequence[int], result: StepResult = TRAINED) ->
             Clock.now += 0.5
             yield None
 
-    batches = own.timed(load())
+    batches = session.timed(load())
 
     def train_step() -> StepResult:
         next(batches)
-        own.outer.step()
+        session.outer.step()
         Clock.now += 1.5
         return result
 
     for step in steps:
-        own.measure(train_step)
+        session.measure(train_step)
         if step % 2 == 0:
-            log(own, step)
-        own.publish()
-    own.publish(all=True)
+            log(session, step)
+        session.publish()
+    session.publish(all=True)
 
 
 def test_a_logged_step_covers_the_steps_since_the_last(tmp_path: Path) -> None:
     outer = Outer()
-    with telemetry(tmp_path, outer, workers=2) as own:
-        train(own, range(1, 5), StepResult(128.0, 3.0, False))
-        train(own, [5])
-        train(own, [6, 7, 8], SKIPPED)
+    with telemetry(tmp_path, outer, workers=2) as session:
+        train(session, range(1, 5), StepResult(128.0, 3.0, False))
+        train(session, [5])
+        train(session, [6, 7, 8], SKIPPED)
     first, second, third, fourth = records(tmp_path)
     assert first[LOSS] == second[LOSS] == 2.0, "nats of 64 tokens"
     assert second["train/gradient_norm"] == 3.0
     assert (first["train/tokens"], second["train/tokens"]) == (128, 256)
-    assert own.totals["worker/steps"] == 8
-    assert (first[SENT], own.totals[SENT]) == (20, 80)
+    assert session.totals["worker/steps"] == 8
+    assert (first[SENT], session.totals[SENT]) == (20, 80)
     of_job = "world/sent_bytes"
-    assert (first[of_job], own.totals[of_job]) == (20 / 2, 40), "mean over the workers"
+    assert (first[of_job], session.totals[of_job]) == (20 / 2, 40), "mean over the workers"
     assert len(records(tmp_path, "round")) == outer.steps
     skipped = "worker/skipped_steps"
     assert (third[LOSS], third[skipped], fourth[skipped]) == (1.0, 1, 2), "in no loss"
@@ -188,15 +190,15 @@ def test_vitals_say_how_long_training_waits_for_a_core(monkeypatch: pytest.Monke
     """Of each second."""
     monkeypatch.setattr(module, "time", Clock())
     monkeypatch.setattr(module, "queued_seconds", lambda: queued * Clock.now)
-    with telemetry(None) as own:
-        train(own, range(16))
-        assert (own.vitals().step, own.vitals().queued) == (2.0, 0.0)
+    with telemetry(None) as session:
+        train(session, range(16))
+        assert (session.vitals().step, session.vitals().queued) == (2.0, 0.0)
         queued = 0.25
-        train(own, range(16))
-        assert own.vitals().queued == pytest.approx(0.5)
+        train(session, range(16))
+        assert session.vitals().queued == pytest.approx(0.5)
         queued = 0.5
-        train(own, range(4))
-        assert own.vitals().queued == pytest.approx((12 * 0.5 + 4 * 1.0) / 16)
+        train(session, range(4))
+        assert session.vitals().queued == pytest.approx((12 * 0.5 + 4 * 1.0) / 16)
 
 
 def test_the_kernel_says_how_long_a_thread_waits_for_a_core() -> None:
@@ -226,13 +228,13 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     earlier.totals = {SENT: 5.0, "worker/steps": 1.0}
     part = RunPart("telemetry", earlier, SavedTelemetry, Loads.WITH_WORKER)
     state = json.loads(json.dumps(part.saved()))
-    with telemetry(tmp_path, step=10) as own:
-        replace(part, owner=own).load(state)
+    with telemetry(tmp_path, step=10) as session:
+        replace(part, owner=session).load(state)
         Clock.now += 7
-        own.exclude_pause(7)
-        train(own, [11])
+        session.exclude_pause(7)
+        train(session, [11])
         Clock.now += 6  # between steps
-        train(own, [12])
+        train(session, [12])
     *_, record = records(tmp_path)
     assert record["speed/seconds_per_step"] == 5.0
     assert record["speed/tokens_per_second"] == 64 / 5
@@ -240,27 +242,27 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     assert list(shares.values()) == pytest.approx([30, 10, 0, 60], abs=1e-3)
     assert record["worker/elapsed_seconds"] == pytest.approx(1017)
     assert (record["worker/compute_seconds"], record["worker/compute_spread"]) == (3, 0)
-    assert (own.totals[SENT], own.totals["worker/steps"]) == (25, 3)
-    assert own.totals["worker/compute_spread"] == 0, "of steps, not their sum"
-    assert "worker/elapsed_seconds" not in own.totals, "a clock has no total"
+    assert (session.totals[SENT], session.totals["worker/steps"]) == (25, 3)
+    assert session.totals["worker/compute_spread"] == 0, "of steps, not their sum"
+    assert "worker/elapsed_seconds" not in session.totals, "a clock has no total"
     without_outer_loop = telemetry(None, DataParallel(nn.Linear(1, 1)))
     replace(part, owner=without_outer_loop).load(state)
     assert without_outer_loop.totals == {}, "others cannot be compared"
     assert without_outer_loop.elapsed_seconds >= 1000
-    starts = [found["at_seconds"]["due"] for found in records(tmp_path, "round")]
+    starts = [record["at_seconds"]["due"] for record in records(tmp_path, "round")]
     assert starts == [1e9 + 1, 1e9 + 2], "on the wall clock"
 
 
 def test_tensorboard_opens_on_what_matters(tmp_path: Path) -> None:
     for rank in range(2):
-        with telemetry(tmp_path, boards=("tensorboard",), rank=rank, workers=2, step=1) as own:
-            train(own, range(2, 5))
-            own.write(4, {"loss/val": 1.5})
+        with telemetry(tmp_path, boards=("tensorboard",), rank=rank, workers=2, step=1) as session:
+            train(session, range(2, 5))
+            session.write(4, {"loss/val": 1.5})
     first, second = (
         EventAccumulator(str(tmp_path / f"worker-{rank}")).Reload() for rank in range(2)
     )
-    assert [one.step for one in first.Scalars(LOSS)] == [2, 4]
-    assert [one.step for one in first.Scalars("speed/tokens_per_second")] == [4], "no outlier"
+    assert [event.step for event in first.Scalars(LOSS)] == [2, 4]
+    assert [event.step for event in first.Scalars("speed/tokens_per_second")] == [4], "no outlier"
     tags = set(first.Tags()["scalars"])
     assert tags <= METRICS.keys(), "the names of the file"
     shown = {name.partition("/")[0] for name in METRICS}
@@ -280,12 +282,12 @@ def test_an_island_speaks_of_itself_and_of_the_tokens_of_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run becomes longer, and no time that is left is negative."""
-    with caplog.at_level("INFO"), telemetry(tmp_path, boards=("tensorboard",)) as own:
+    with caplog.at_level("INFO"), telemetry(tmp_path, boards=("tensorboard",)) as session:
         for step, done in enumerate((10, 11, 6), start=1):
-            own.measure(lambda: TRAINED)
-            log(own, step, RunProgress(steps=done, tokens=64 * done))
-        own.publish(all=True)
-    assert [one["train/tokens"] for one in records(tmp_path)] == [640, 704, 384]
+            session.measure(lambda: TRAINED)
+            log(session, step, RunProgress(steps=done, tokens=64 * done))
+        session.publish(all=True)
+    assert [record["train/tokens"] for record in records(tmp_path)] == [640, 704, 384]
     assert caplog.text.count("  ETA ") == 3
     assert "-1d" not in caplog.text
     board = EventAccumulator(str(tmp_path / "worker-0")).Reload()
@@ -299,9 +301,11 @@ def full(*_: Any) -> None:
 def test_a_full_disk_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with telemetry(tmp_path) as own:
-        monkeypatch.setattr(own.files, "_lines", type("Full", (), {"write": full, "close": full})())
-        train(own, range(1, 5))
+    with telemetry(tmp_path) as session:
+        monkeypatch.setattr(
+            session.files, "_lines", type("Full", (), {"write": full, "close": full})()
+        )
+        train(session, range(1, 5))
     assert caplog.text.count("No space left") == 1, "said once"
 
 
@@ -317,27 +321,27 @@ def test_the_record_of_a_round() -> None:
     traffic.link_bytes = {0: BYTES}
     traffic.link_until = {0: 3.0}
     traffic.dot = 3.0
-    one = Round(0, 7, 5, weight=8.0, participants=2, flags=OUTLIER, traffic=traffic)
-    one.applied_step = 6
-    one.due = 0.0
-    one.taken = 0.1
-    one.begun = 1.0
-    one.ready = 4.0
-    one.asked = 3.0
-    one.fetched = 4.0
-    one.applied = 4.5
-    one.numbers = {"round/delta_norm": 3.0, "round/mean_norm": 2.0}
-    one.numbers["round/drift_norm"] = torch.tensor(math.nan)  # was not measured
-    one.numbers |= one.exchange_numbers()
+    round_ = Round(0, 7, 5, weight=8.0, participants=2, flags=OUTLIER, traffic=traffic)
+    round_.applied_step = 6
+    round_.due = 0.0
+    round_.taken = 0.1
+    round_.begun = 1.0
+    round_.ready = 4.0
+    round_.asked = 3.0
+    round_.fetched = 4.0
+    round_.applied = 4.5
+    round_.numbers = {"round/delta_norm": 3.0, "round/mean_norm": 2.0}
+    round_.numbers["round/drift_norm"] = torch.tensor(math.nan)  # was not measured
+    round_.numbers |= round_.exchange_numbers()
     parameter = FragmentParameter("weight", nn.Parameter(torch.zeros(2 * BYTES)))
     fragment = Fragment(0, "blocks", (parameter,))
-    written = round_record(one, fragment, clock=1000.0)
-    written.set_numbers({name: float(one.numbers.get(name, math.nan)) for name in OUTER_METRICS})
+    written = round_record(round_, fragment, clock=1000.0)
+    written.set_numbers({name: float(round_.numbers.get(name, math.nan)) for name in OUTER_METRICS})
     written.set_rates([[8 * traffic.rate(other) for other in range(2)]])
-    found = json.loads(to_line(written))
-    assert (found["kind"], found["step"], found["fragment_name"]) == ("round", 6, "blocks")
-    assert (found["parameters"], found["left_out"]) == (2 * BYTES, ["outlier"])
-    assert found["numbers"] == {
+    line = json.loads(to_line(written))
+    assert (line["kind"], line["step"], line["fragment_name"]) == ("round", 6, "blocks")
+    assert (line["parameters"], line["left_out"]) == (2 * BYTES, ["outlier"])
+    assert line["numbers"] == {
         "round/cosine_to_mean": pytest.approx(3 / 6),
         "round/delta_norm": 3.0,
         "round/dot_with_mean": 3.0,
@@ -348,12 +352,12 @@ def test_the_record_of_a_round() -> None:
         "worker/sent_bytes": BYTES,
         "worker/transfer_waiting_seconds": 0.1,
     }
-    assert (found["at_seconds"]["due"], found["at_seconds"]["applied"]) == (1000.0, 1004.5)
-    assert found["heard_after_seconds"] == {"0": 0.0}
-    assert found["received_bits_per_second_from"] == {"0": 8 * BYTES / 2}
-    record = from_record(RoundRecord, found)
+    assert (line["at_seconds"]["due"], line["at_seconds"]["applied"]) == (1000.0, 1004.5)
+    assert line["heard_after_seconds"] == {"0": 0.0}
+    assert line["received_bits_per_second_from"] == {"0": 8 * BYTES / 2}
+    record = from_record(RoundRecord, line)
     assert (record.waited_seconds, record.seconds("begun", "ready")) == (1.0, 3.0)
-    assert json.loads(to_line(record)) == found, "what is written is read again"
+    assert json.loads(to_line(record)) == line, "what is written is read again"
 
 
 @pytest.mark.parametrize("failing", ["", "to_line", "read_records"])
@@ -374,11 +378,9 @@ def test_readers_drop_what_a_later_start_repeats_and_what_is_damaged(
     files.close()
     assert path.read_bytes().startswith(before + b"\n")
     records, unreadable = read_records(path)
-    assert [(one.get("kind"), one["step"]) for one in records if one.get("kind") != "start"] == [
-        (None, 1),
-        ("round", 2),
-        (None, 4),
-    ]
+    assert [
+        (record.get("kind"), record["step"]) for record in records if record.get("kind") != "start"
+    ] == [(None, 1), ("round", 2), (None, 4)]
     assert unreadable == 5
     assert files.read() == records
 
@@ -388,16 +390,16 @@ def test_what_readers_keep_is_each_step_once(starts: list[tuple[int, int]]) -> N
     """Each start goes on after a step that was reached, makes some more, and is killed."""
     reached = 0
     with tempfile.TemporaryDirectory() as name:
-        for back, more in starts:
+        for back, count in starts:
             first = max(0, reached - back)
             start = StartRecord(first, 0.0, workers=1, parameters=1)
             files = RecordFiles(Metrics(boards=()), Path(name), start, {}, workers=1, of_run=True)
             steps = [record["step"] for record in files.read() if "kind" not in record]
             assert steps == list(range(1, first + 1))
-            for step in range(first + 1, first + more + 1):
+            for step in range(first + 1, first + count + 1):
                 files.write({"step": step})
             files.close()
-            reached = first + more
+            reached = first + count
         steps = [record["step"] for record in files.read() if "kind" not in record]
     assert steps == list(range(1, reached + 1))
 
@@ -428,12 +430,12 @@ def test_every_exchange_is_recorded_once_also_by_a_run_that_goes_on(
     run_two_workers(text, processes, run__folder=resumed, **changes)
     for worker in range(2):
         rounds = [records(folder, "round", worker) for folder in (whole, resumed)]
-        told = [[[one[key] for key in ROUND] for one in own] for own in rounds]
+        told = [[[record[key] for key in ROUND] for record in of_run] for of_run in rounds]
         assert told[0] == told[1]
-        unknown = [one for one in rounds[1] if "begun" not in one["at_seconds"]]
+        unknown = [record for record in rounds[1] if "begun" not in record["at_seconds"]]
         assert unknown, "some were in flight"
-        for one in unknown:  # processes that are gone saw what it took: not known is not nothing
-            assert one["numbers"] == {}
+        for record in unknown:  # gone processes saw what it took: not known is not nothing
+            assert record["numbers"] == {}
 
 
 def check_records(folder: Path) -> None:
@@ -442,16 +444,17 @@ def check_records(folder: Path) -> None:
     fragments = {record["fragment"]: record["fragment_name"] for record in rounds}
     assert fragments == {0: "blocks.0", 1: "blocks.1", 2: "embedding, head and norms"}
     for fragment in fragments:
-        own = [record for record in rounds if record["fragment"] == fragment]
-        assert [record["outer_round"] for record in own] == list(range(1, len(own) + 1))
-        assert all(record["sent_step"] <= record["step"] <= 20 for record in own)
+        of_fragment = [record for record in rounds if record["fragment"] == fragment]
+        numbers = list(range(1, len(of_fragment) + 1))
+        assert [record["outer_round"] for record in of_fragment] == numbers
+        assert all(record["sent_step"] <= record["step"] <= 20 for record in of_fragment)
     assert sum(curve(steps, "worker/fragments_applied")) == len(rounds)
-    both = [one for worker in range(2) for one in records(folder, "round", worker)]
-    sent = sum(one["numbers"][SENT] for one in both)
+    of_both = [record for worker in range(2) for record in records(folder, "round", worker)]
+    sent = sum(record["numbers"][SENT] for record in of_both)
     for worker in range(2):
         own_steps = records(folder, worker=worker)
-        own = sum(one["numbers"][SENT] for one in records(folder, "round", worker))
-        assert sum(curve(own_steps, SENT)) == own
+        own_sent = sum(record["numbers"][SENT] for record in records(folder, "round", worker))
+        assert sum(curve(own_steps, SENT)) == own_sent
         assert sum(curve(own_steps, "world/sent_bytes")) == sent / 2, "mean over the workers"
         for key in ("loss/train", "loss/val", "train/tokens"):
             assert curve(own_steps, key) == curve(steps, key), key
@@ -472,7 +475,9 @@ def test_streaming_after_data_parallelism_counts_its_own_steps(
     first = {"diloco__method": "none", "training__stop_after": 8, "checkpoint__at_end": "true"}
     folder = run_two_workers(text, processes, run__folder=text.parent / "run", **first)
     assert records(folder, "round") == []
-    assert not [key for one in records(folder) for key in one if "exposed" in key], "not known"
+    assert not [key for record in records(folder) for key in record if "exposed" in key], (
+        "not known"
+    )
     (start,) = records(folder, "start")
     (run,) = open_runs([folder])
     assert run.totals["worker/steps"] == 8

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.network import LOOPBACK, port_of, read_counters, wait_until
+from benchmarks.network import LOOPBACK, port_of, read_counters
 from tests.diloco.toy import AVERAGE_EVERY_STEP, join
 from tests.network import network_of, processes_in
 from tests.processes import PATIENCE
+from tests.waiting import wait_until
 from torchtitan_diloco.diloco import Link, Quantization, StreamingDiLoCo, WorkerLostError, liveness
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.transport import header_bytes

@@ -20,10 +20,10 @@ from tests.islands.by_hand import newest, open_run, syncer
 from tests.islands.mortal import PATIENCE, Lives, decide, train
 from tests.islands.rules.desk import A
 from tests.islands.test_one_job import Versions, one_job
-from tests.islands.test_syncing import wait_for
 from tests.islands.trainees import SAMPLES, TOKENS, Trainee, trained
 from tests.islands.written_run import WrittenRun, damage, reading
 from tests.processes import FORKS, ProcessPool
+from tests.waiting import wait_until
 from torchtitan_diloco.islands import link
 from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.link import Link
@@ -117,8 +117,8 @@ def test_all_processes_are_killed_and_go_on(tmp_path: Path) -> None:
 
     with audited(store) as audit:
         processes = start("first")
-        wait_for(lambda: all((folder / "saved.pt").exists() for folder in folders))
-        wait_for(lambda: newest(store).fragments[0].version > 3)
+        wait_until(lambda: all((folder / "saved.pt").exists() for folder in folders), "both saves")
+        wait_until(lambda: newest(store).fragments[0].version > 3, "four versions")
         for process in processes:
             process.kill()
         for process in processes:
@@ -192,13 +192,14 @@ def test_a_damaged_decision_is_waited_out(
         pool.submit(island._guard, island._read)
         standing_by = pool.submit(standby.run)
         try:
-            wait_for(lambda: bool(said) and bool(caplog.messages))
+            wait_until(lambda: bool(said) and bool(caplog.messages), "what both say")
             found = reader.overview()
             assert found["phase"] == "cannot be read"
             assert re.fullmatch(rf"a decision could not be read \({says}\)", found["connection"])
             written.rounds(1)
             written.write(store)
-            wait_for(lambda: heard == [written.state.number] and len(said) == 2)
+            number = written.state.number
+            wait_until(lambda: heard == [number] and len(said) == 2, "the decision")
             reader.read()
             assert reader.overview()["connection"] == "ok"
         finally:

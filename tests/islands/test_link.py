@@ -15,8 +15,8 @@ from tests.diloco.toy import config
 from tests.islands.by_hand import newest, syncer
 from tests.islands.rules.desk import A
 from tests.islands.test_peers import same
-from tests.islands.test_syncing import wait_for
 from tests.islands.trainees import TOKENS, Trainee, trained
+from tests.waiting import wait_until
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.islands import link as module
 from torchtitan_diloco.islands.followers import Claim, SharedCopies
@@ -112,7 +112,7 @@ def test_a_download_that_fails_while_a_send_waits_for_its_buffer_is_an_error() -
         ["0"],
     )
     threading.Thread(target=link._guard, args=(link._download,), daemon=True).start()
-    wait_for(lambda: link._claims[0] is Claim.PREPARING)
+    wait_until(lambda: link._claims[0] is Claim.PREPARING, "a claim")
     with pytest.raises(ValueError, match="the device is lost"):
         link.decide()
 
@@ -186,7 +186,7 @@ def test_old_parts_are_deleted_while_others_wait_for_their_upload() -> None:
         link._uploads.put((part, torch.zeros(4, dtype=torch.uint8)))
     thread = threading.Thread(target=link._guard, args=(link._upload,), daemon=True)
     thread.start()
-    wait_for(lambda: len(done) == 3)
+    wait_until(lambda: len(done) == 3, "both uploads")
     link._closed.set()
     thread.join()
     first, second = (part_name(A, 0, number) for number in (1, 2))

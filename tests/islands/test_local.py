@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.islands.by_hand import newest
-from tests.islands.test_syncing import wait_for
 from tests.programs import Program
+from tests.waiting import wait_until
 from torchtitan_diloco.islands.children import NICE, Child
 from torchtitan_diloco.islands.local import run_islands
 
@@ -41,8 +41,8 @@ def local_islands(folder: Path) -> Iterator[Program]:
     """Start two stand-ins of islands, and wait until they and the syncer run."""
     with Program(folder.with_suffix(".txt"), [folder], main=start_two) as process:
         ready = [folder / f"island-{number}/ready" for number in (1, 2)]
-        wait_for(lambda: all(path.exists() and path.read_text() for path in ready))
-        wait_for(lambda: len(syncers(folder, process)) == leads(folder) == 1)
+        wait_until(lambda: all(path.exists() and path.read_text() for path in ready), "islands")
+        wait_until(lambda: len(syncers(folder, process)) == leads(folder) == 1, "a syncer")
         yield process
 
 
@@ -96,7 +96,7 @@ def test_a_syncer_that_dies_is_started_again(tmp_path: Path) -> None:
     with local_islands(tmp_path) as process:
         (killed,) = syncers(tmp_path, process)
         os.kill(killed, signal.SIGKILL)
-        wait_for(lambda: leads(tmp_path) == 2)
+        wait_until(lambda: leads(tmp_path) == 2, "another syncer")
         (started_again,) = syncers(tmp_path, process)
         assert started_again != killed
         process.terminate()
@@ -110,7 +110,7 @@ def test_nothing_is_left_of_killed_islands(tmp_path: Path) -> None:
         children = children_of(process)
         assert len(children) == 3
         process.kill()
-        wait_for(lambda: all(map(is_gone, children)))
+        wait_until(lambda: all(map(is_gone, children)), "the end of the children")
     assert not list((tmp_path / "store").glob("run/*")), "nobody has founded a run"
     with pytest.raises(AssertionError):
         newest(tmp_path / "store")

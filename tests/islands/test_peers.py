@@ -13,9 +13,9 @@ import torch
 from tests.diloco.toy import Net, config, full, inner_step, parameters, sgd
 from tests.islands.by_hand import newest, open_run, syncer
 from tests.islands.test_one_job import Versions, one_job
-from tests.islands.test_syncing import wait_for
 from tests.islands.trainees import PATIENCE, SAMPLES, TOKENS, Trainee, trained
 from tests.processes import ProcessPool
+from tests.waiting import wait_until
 from torchtitan_diloco.base.user import PeersLostError, UserError
 from torchtitan_diloco.diloco import Beginning, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.state_dict import SHARED
@@ -248,7 +248,7 @@ def test_an_island_that_saves_for_long_keeps_its_slot(tmp_path: Path) -> None:
         if step != 20:
             return
         second.thread.start()
-        wait_for(wants_a_slot)
+        wait_until(wants_a_slot, "the wish for a slot")
         counters.append(first.peers.machine._counter)
         time.sleep(4.0)
         counters.append(first.peers.machine._counter)
@@ -450,7 +450,7 @@ def test_the_second_start_of_a_name_ends_and_the_first_goes_on(tmp_path: Path) -
         ):
             pass
         reached = first.steps
-        wait_for(lambda: first.steps > reached + 10)
+        wait_until(lambda: first.steps > reached + 10, "ten steps")
         first.stop.set()
     assert first.peers.left
     assert not second.steps

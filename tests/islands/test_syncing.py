@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ from tests.diloco.toy import config
 from tests.islands.by_hand import HandIsland, newest, open_run, syncer, train
 from tests.islands.written_run import damage
 from tests.programs import Program
+from tests.waiting import wait_until
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands import syncing
 from torchtitan_diloco.islands.rules.decision import PROTOCOL, Decision, Fate
@@ -48,13 +48,6 @@ def sync(store: Path, scratch: Path, *options: str) -> Program:
     """Start the command of a syncer. It is killed at the end of its context."""
     words = ["islands", "sync", store, "--scratch", scratch, *options]
     return Program(scratch.with_suffix(".txt"), words)
-
-
-def wait_for(is_true: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not is_true():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def equal_versions(pair: list[HandIsland]) -> None:
@@ -159,7 +152,8 @@ def test_a_paused_syncer_that_wakes_up_stands_by(tmp_path: Path) -> None:
                 assert after.session != before.session
                 second.terminate()
                 assert second.wait(PATIENCE) == 0
-                wait_for(lambda: newest(store).session not in (before.session, after.session))
+                sessions = before.session, after.session
+                wait_until(lambda: newest(store).session not in sessions, "another session")
                 train(pair, 100, TOKENS)
             first.terminate()
             assert "another syncer decides: standing by" in first.end()
@@ -302,7 +296,7 @@ def test_a_damaged_decision_is_deleted_by_hand_and_the_run_goes_on(
         standby = SyncerProcess(run, tmp_path / "other", say=said.append)
         standing_by = pool.submit(standby.run)
         try:
-            wait_for(lambda: len(said) == 3)
+            wait_until(lambda: len(said) == 3, "three lines")
             remedy = "if no syncer has decided since, delete it: the run goes on from the decision"
             assert [remedy in line for line in said] == [False, True, True]
             assert all(line.startswith(f"{store}: run/{damaged.name} was") for line in said)
@@ -352,7 +346,7 @@ def test_chunks_of_interrupted_writers_are_swept(
             later = f"version/{10**6}-0-1.{root}.00000"
             for name in (*left, later):
                 run.store.create(name, b"chunk")
-            wait_for(lambda: all(run.store.get(name) is None for name in left))
+            wait_until(lambda: all(run.store.get(name) is None for name in left), "their deletion")
             assert run.store.get(later) is not None
             train(pair, 40, TOKENS)
     assert newest(tmp_path / "store").fragments[0].version > 3

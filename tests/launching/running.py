@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from benchmarks import network
-from benchmarks.network import wait_until
 from tests.launching.stand_in import is_alive
 from tests.programs import Main, Program
+from tests.waiting import wait_until
 from torchtitan_diloco.base.process import run_and_exit
 from torchtitan_diloco.launching.launch import main as launcher_of_package
 

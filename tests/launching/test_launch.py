@@ -16,10 +16,10 @@ from unittest.mock import patch
 
 import pytest
 
-from benchmarks.network import wait_until
 from tests.launching.running import PATIENCE_SECONDS, launcher, start_interpreter
 from tests.ports import free_port
 from tests.test_trainer import settings, words
+from tests.waiting import wait_until
 from torchtitan_diloco.base.hardware import available_cores
 from torchtitan_diloco.base.user import FENCED, USER_ERROR
 from torchtitan_diloco.config import Config, from_command_line, load_config, parse_config

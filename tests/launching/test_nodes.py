@@ -16,8 +16,8 @@ from torchtitan_diloco.launching.nodes import (
     TWICE,
     Nodes,
     check_endpoint,
+    explain_no_meeting,
     wait_for_first_node,
-    why_not_met,
 )
 
 
@@ -111,6 +111,6 @@ def test_two_first_nodes_that_start_at_the_same_time(listening: socket.socket) -
     with pytest.raises(RuntimeError) as taken:
         dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     reason = f"another program listens at RDZV_ENDPOINT=127.0.0.1:{port} on this node; {TWICE}"
-    assert why_not_met(first, 60, taken.value) == reason
-    reason = why_not_met(first, 60, RuntimeError("1/2 clients joined"))
+    assert explain_no_meeting(first, 60, taken.value) == reason
+    reason = explain_no_meeting(first, 60, RuntimeError("1/2 clients joined"))
     assert "each with its own NODE_RANK from 0 to 1, and check the address and firewalls" in reason

@@ -9,9 +9,9 @@ import tomli_w
 from tests.diloco.toy import config
 from tests.islands.by_hand import open_run, settings_of
 from tests.islands.test_local import is_gone
-from tests.islands.test_syncing import wait_for
 from tests.launching.running import Running, launcher, start
 from tests.launching.test_torchrun import TORCHRUN
+from tests.waiting import wait_until
 from torchtitan_diloco.base.user import USER_ERROR
 from torchtitan_diloco.islands.__main__ import main as islands
 from torchtitan_diloco.islands.beside import SyncerBeside
@@ -133,4 +133,4 @@ def test_nothing_is_left_of_a_killed_launcher(tmp_path: Path) -> None:
         run.process.kill()
         run.wait_until_ranks_are_gone()
         run.wait()
-        wait_for(lambda: is_gone(syncer))
+        wait_until(lambda: is_gone(syncer), "the end of the syncer")

@@ -14,11 +14,12 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
-from benchmarks.network import enter, wait_until
+from benchmarks.network import enter
 from tests.conftest import REPOSITORY
 from tests.network import network_of
 from tests.ports import free_port
 from tests.programs import Main, Program
+from tests.waiting import wait_until
 from torchtitan_diloco.base.hardware import available_cores
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components import run_plan

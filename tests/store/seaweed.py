@@ -1,17 +1,16 @@
 """SeaweedFS in another process: an S3 server with TLS and rights by prefix."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import tomli_w
 
+from tests.ports import free_port
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.store import StoreError, open_store
 
@@ -86,9 +85,11 @@ class SeaweedServer:
             path.unlink(missing_ok=True)
 
     def _start(self) -> None:
-        numbers = _free_ports(2 * len(PORTS))
-        ports = dict(zip(PORTS, numbers, strict=False))
-        ports |= {f"{name}.grpc": port for name, port in zip(PORTS, numbers[4:], strict=True)}
+        names = [*PORTS, *(f"{name}.grpc" for name in PORTS)]
+        numbers = set[int]()
+        while len(numbers) < len(names):
+            numbers.add(free_port())
+        ports = dict(zip(names, numbers, strict=True))
         self.port = ports["s3.port"]
         self._sockets = [
             Path(f"/tmp/seaweedfs-{role}-grpc-{ports[f'{role}.port.grpc']}.sock") for role in ROLES
@@ -144,9 +145,3 @@ def _find_weed() -> Path:
         return find_weed()
     except UserError as error:
         pytest.skip(str(error))
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
-        return [int(each.getsockname()[1]) for each in sockets]

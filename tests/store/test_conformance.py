@@ -44,9 +44,9 @@ def test_an_object_is_created_once(place: Place, store: Store) -> None:
     assert store.create(name, b"first"), "a repeated attempt"
     assert not store.create(name, b"second")
     assert not store.create(name, b"")
-    found = store.get(name)
-    assert found is not None
-    assert found.content == b"first"
+    stored = store.get(name)
+    assert stored is not None
+    assert stored.content == b"first"
     store.delete(name)
     store.delete(name)
     assert store.get(name) is None
@@ -56,10 +56,10 @@ def test_an_object_is_created_once(place: Place, store: Store) -> None:
 def test_a_note_is_replaced(place: Place, store: Store) -> None:
     for content in (b"1", b"2" * 1000, b""):
         store.replace(place.note, content)
-        found = store.get(place.note)
-        assert found is not None
-        assert found.content == content
-        assert 0 <= found.age < PATIENCE
+        stored = store.get(place.note)
+        assert stored is not None
+        assert stored.content == content
+        assert 0 <= stored.age < PATIENCE
     [entry] = store.list(place.notes)
     assert entry[:2] == (place.note, 0)
     assert 0 <= entry.age < PATIENCE
@@ -89,10 +89,10 @@ def test_any_name_and_content(
 ) -> None:
     name = f"{place.own}{len(segments)}/{'/'.join(segments)}"
     assert store.create(name, content)
-    found = store.get(name)
-    assert found is not None
-    assert found.content == content
-    assert name in [one.name for one in store.list(place.own)]
+    stored = store.get(name)
+    assert stored is not None
+    assert stored.content == content
+    assert name in [entry.name for entry in store.list(place.own)]
     store.delete(name)
 
 
@@ -103,22 +103,22 @@ def test_a_list_is_sorted_and_begins_where_it_is_told_to(place: Place, store: St
     for name in written:
         assert store.create(name, name.encode())
     for prefix in ("", "a", "a/", "a/c", "b", "b.", "c", "d"):
-        expected = [one for one in written if one.startswith(place.own + prefix)]
-        assert [one.name for one in store.list(place.own + prefix)] == expected, prefix
+        expected = [name for name in written if name.startswith(place.own + prefix)]
+        assert [entry.name for entry in store.list(place.own + prefix)] == expected, prefix
         for after in written:
-            later = [one for one in expected if one > after]
-            assert [one.name for one in store.list(place.own + prefix, after)] == later
-    assert {one.size for one in store.list(f"{place.own}b.")} == {len(f"{place.own}b.1")}
+            later = [name for name in expected if name > after]
+            assert [entry.name for entry in store.list(place.own + prefix, after)] == later
+    assert {entry.size for entry in store.list(f"{place.own}b.")} == {len(f"{place.own}b.1")}
 
 
 def test_a_list_may_be_short(place: Place, store: Store) -> None:
     names = {f"{place.own}{number}" for number in range(5)}
     for name in names:
         store.create(name, b"")
-    found = [entry.name for entry in store.list(place.own, most=3)]
-    assert len(found) == 3
-    assert found == sorted(found)
-    assert set(found) < names
+    listed = [entry.name for entry in store.list(place.own, most=3)]
+    assert len(listed) == 3
+    assert listed == sorted(listed)
+    assert set(listed) < names
     assert {entry.name for entry in store.list(place.own, most=5)} == names
     assert len(store.list(place.own, after=f"{place.own}2", most=3)) == 2
 
@@ -134,17 +134,17 @@ def test_sizes_are_bounded(place: Place, store: Store) -> None:
     with pytest.raises(StoreError, match="split it into chunks"):
         store.create(f"{place.own}a", bytes(MOST_BYTES + 1))
     assert store.create(f"{place.own}a", bytes(MOST_BYTES))
-    found = store.get(f"{place.own}a", large=True)
-    assert found is not None
-    assert found.content == bytes(MOST_BYTES)
+    stored = store.get(f"{place.own}a", large=True)
+    assert stored is not None
+    assert stored.content == bytes(MOST_BYTES)
 
 
 def test_a_reader_bounds_what_it_reads(place: Place, store: Store) -> None:
     name = f"{place.own}bounded"
     store.create(name, b"1234")
-    found = store.get(name, most=4)
-    assert found is not None
-    assert found.content == b"1234"
+    stored = store.get(name, most=4)
+    assert stored is not None
+    assert stored.content == b"1234"
     with pytest.raises(DamagedObjectError, match="at most"):
         store.get(name, most=3)
 
@@ -153,7 +153,7 @@ def test_of_several_processes_one_creates(place: Place, store: Store) -> None:
     count = 20
     owners = ("one", "two", "three")
     prefix = f"{place.own}race/"
-    writers = [start_writer(place, "race", prefix, own, str(count)) for own in owners]
+    writers = [start_writer(place, "race", prefix, owner, str(count)) for owner in owners]
     for writer in writers:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
@@ -163,10 +163,10 @@ def test_of_several_processes_one_creates(place: Place, store: Store) -> None:
         writer.stdin.flush()
     created = [json.loads(writer.communicate(timeout=PATIENCE)[0]) for writer in writers]
     for number in range(count):
-        winners = [own for own, did in zip(owners, created, strict=True) if did[number]]
-        found = store.get(f"{prefix}{number}")
-        assert found is not None
-        assert [found.content.decode()] == winners
+        winners = [owner for owner, results in zip(owners, created, strict=True) if results[number]]
+        stored = store.get(f"{prefix}{number}")
+        assert stored is not None
+        assert [stored.content.decode()] == winners
 
 
 def test_a_list_has_all_that_was_there_before(place: Place, store: Store) -> None:
@@ -182,11 +182,11 @@ def test_a_list_has_all_that_was_there_before(place: Place, store: Store) -> Non
     thread.start()
     while thread.is_alive():
         before = list(created)
-        names = [one.name for one in store.list(place.own)]
+        names = [entry.name for entry in store.list(place.own)]
         assert names == sorted(names)
         assert set(before) <= set(names)
     thread.join()
-    assert [one.name for one in store.list(place.own)] == created
+    assert [entry.name for entry in store.list(place.own)] == created
 
 
 def test_readers_see_one_content_or_the_other(place: Place, store: Store) -> None:
@@ -203,9 +203,9 @@ def test_readers_see_one_content_or_the_other(place: Place, store: Store) -> Non
     thread.start()
     seen = 0
     while not done.is_set():
-        found = store.get(place.note)
-        assert found is not None
-        assert found.content in contents
+        stored = store.get(place.note)
+        assert stored is not None
+        assert stored.content in contents
         seen += 1
     thread.join()
     assert seen
@@ -243,9 +243,9 @@ def test_a_login_writes_below_its_own_names_only(seaweed: SeaweedServer, tmp_pat
         ):
             with pytest.raises(RefusedError, match=rf"no permission to {verb} {name}x? .*grant it"):
                 call(name)
-        found = store.get(name)
-        assert found is not None
-        assert found.content == b""
+        stored = store.get(name)
+        assert stored is not None
+        assert stored.content == b""
         owner.delete(name)
 
 
@@ -266,12 +266,12 @@ def test_a_store_is_tested_where_its_login_may_write(
 def test_what_a_killed_test_has_left_is_deleted(
     place: Place, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = f"{place.own}test-{16 * 'a'}"
+    left_over = f"{place.own}test-{16 * 'a'}"
     of_others = [f"{place.own}{name}" for name in ("test-notes", f"test-{16 * 'b'}/run", "tests")]
-    for name in (left, *of_others):
+    for name in (left_over, *of_others):
         store.create(name, b"")
     store.self_test(place.own)
-    assert store.get(left) is not None, "it may be that of another process"
+    assert store.get(left_over) is not None, "it may be that of another process"
     monkeypatch.setattr("torchtitan_diloco.store.store.LEFT_SECONDS", -1.0)
     store.self_test(place.own)
     assert {listed.name for listed in store.list(place.own)} == {*of_others}
@@ -289,13 +289,13 @@ def test_a_closed_store_says_so(place: Place) -> None:
 
 @pytest.fixture
 def large(store: Store) -> Iterator[LargeObjects]:
-    with LargeObjects(store, 4, chunk_bytes=1000) as found:
-        yield found
+    with LargeObjects(store, 4, chunk_bytes=1000) as large_objects:
+        yield large_objects
 
 
 def fetch(large: LargeObjects, name: str, most: int) -> bytes | None:
-    found = large.get(name, most)
-    return None if found is None else bytes(found)
+    stored = large.get(name, most)
+    return None if stored is None else bytes(stored)
 
 
 @pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 3500])
@@ -321,10 +321,10 @@ def test_a_content_into_memory_that_is_there(place: Place, large: LargeObjects, 
     room = bytearray(b"x" * 4000)
     assert large.get(name, into=memoryview(room)) is None
     large.create(name, content)
-    found = large.get(name, into=memoryview(room))
-    assert found is not None
-    assert found.obj is room
-    assert found == content
+    stored = large.get(name, into=memoryview(room))
+    assert stored is not None
+    assert stored.obj is room
+    assert stored == content
     assert room == content + b"x" * (4000 - size)
     if size:
         with pytest.raises(

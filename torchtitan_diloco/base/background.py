@@ -21,17 +21,17 @@ Result = TypeVar("Result")
 
 class BackgroundThread:
     def __init__(self, name: str, *, torch_threads: int = 0) -> None:
-        """`torch_threads`: number of torch threads for the tasks. 0: the default of torch."""
+        """Start the thread. `torch_threads`: those of torch for the tasks. 0: the default."""
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         if torch_threads:
             # The first get_num_threads() in a thread resets its number.
-            ours = torch.get_num_threads()
+            threads_here = torch.get_num_threads()
             self.submit(torch.get_num_threads).result()
             self.submit(partial(torch.set_num_threads, torch_threads)).result()
-            torch.set_num_threads(ours)
+            torch.set_num_threads(threads_here)
 
     def submit(self, task: Callable[[], Result]) -> "Future[Result]":
         if self._closed:

@@ -12,10 +12,10 @@ FIRST_LINE_SECONDS = 10.0
 
 def clock(seconds: float) -> str:
     """Format as `2d 3:04:05`."""
-    days, rest = divmod(round(seconds), 86_400)
-    hours, rest = divmod(rest, 3600)
-    minutes, rest = divmod(rest, 60)
-    return (f"{days}d " if days else "") + f"{hours}:{minutes:02d}:{rest:02d}"
+    days, remainder = divmod(round(seconds), 86_400)
+    hours, remainder = divmod(remainder, 3600)
+    minutes, remainder = divmod(remainder, 60)
+    return (f"{days}d " if days else "") + f"{hours}:{minutes:02d}:{remainder:02d}"
 
 
 def brief(seconds: float) -> str:

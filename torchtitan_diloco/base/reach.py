@@ -37,17 +37,19 @@ def resolve(host: str, port: int) -> list[str]:
 
 def route(host: str, port: int) -> str:
     """Return the address of this machine, and its interface, from which packets go there."""
-    family, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    family, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     try:
         with closing(socket.socket(family, socket.SOCK_DGRAM)) as asking:
-            asking.connect(there)  # sends nothing
-            here = str(asking.getsockname()[0])
+            asking.connect(target)  # sends nothing
+            source = str(asking.getsockname()[0])
     except OSError as error:
-        raise UserError(f"{error.strerror}: start the VPN, or add a route to {there[0]}") from error
-    names = [name for name, address in interfaces().items() if address == here]
+        raise UserError(
+            f"{error.strerror}: start the VPN, or add a route to {target[0]}"
+        ) from error
+    names = [name for name, address in interfaces().items() if address == source]
     if not names:
-        names = ["loopback" if ip_address(here.partition("%")[0]).is_loopback else "IPv6"]
-    return f"{here} ({', '.join(names)})"
+        names = ["loopback" if ip_address(source.partition("%")[0]).is_loopback else "IPv6"]
+    return f"{source} ({', '.join(names)})"
 
 
 def dial(host: str, port: int) -> float:

@@ -99,9 +99,9 @@ def imports_words() -> list[str]:
 
 def import_modules(names: Iterable[str]) -> None:
     """Import modules of the current folder, or installed ones, which add entries to dicts."""
-    here = os.getcwd()  # noqa: PTH109
-    if not {"", here} & set(sys.path):  # it is there if a module was started
-        sys.path.insert(0, here)
+    folder = os.getcwd()  # noqa: PTH109
+    if not {"", folder} & set(sys.path):  # it is there if a module was started
+        sys.path.insert(0, folder)
     for name in names:
         try:
             import_module(name)

@@ -37,7 +37,7 @@ def is_finite(tensors: Iterable[Tensor]) -> Tensor:
     for tensor in tensors:
         dtype = None if tensor.dtype == torch.float64 else torch.float32
         finite.append(torch.linalg.vector_norm(tensor, dtype=dtype).isfinite())
-    return torch.stack([one.to(finite[0].device) for one in finite]).all()
+    return torch.stack([flag.to(finite[0].device) for flag in finite]).all()
 
 
 def copy_to_host(value: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ class Usage(NamedTuple):
 
     def plus(self, other: "Usage") -> "Usage":
         pairs = zip(self, other, strict=True)
-        return Usage(*(mine + theirs for mine, theirs in pairs))
+        return Usage(*(number + added for number, added in pairs))
 
     def times(self, factor: float) -> "Usage":
         return Usage(*(factor * value for value in self))

@@ -264,9 +264,14 @@ class Checkpointer:
         mirror: Copier | None = None,
         is_locked: bool = True,
     ) -> None:
-        """`folder`: that of this worker. `about`: what is the same in all checkpoints of the run.
-        `is_locked`: no other run can be in the folder; otherwise only what this start has begun is
-        deleted."""
+        """Build the checkpointer of a worker.
+
+        Args:
+            folder: that of this worker.
+            about: what is the same in all checkpoints of the run.
+            is_locked: no other run can be in the folder; otherwise only what this start has begun
+                is deleted.
+        """
         self._config = config
         self._folder = folder
         self._world = world
@@ -388,13 +393,13 @@ class Checkpointer:
         """Write a checkpoint. Return on every rank why it failed, or an empty text."""
         started = time.perf_counter()
         path = checkpoint_path(self._folder, manifest.step)
-        what = f"checkpoint of step {manifest.step}"
+        subject = f"checkpoint of step {manifest.step}"
         world = self._world
         on_all = partial(on_all_ranks, world.saving)
         try:
             on_all(lambda: self._begin(path) if self._is_first else None)
-            mine = on_all(lambda: write_tensors(incomplete(path), rows, world.rank_in_worker))
-            files = gather_objects(mine, world.saving)
+            own_files = on_all(lambda: write_tensors(incomplete(path), rows, world.rank_in_worker))
+            files = gather_objects(own_files, world.saving)
             first = world.rank - world.rank_in_worker
             files_of_worker: Files = {}
             for part in files[first : first + world.ranks_per_worker]:
@@ -405,7 +410,7 @@ class Checkpointer:
             if path in self._begun:
                 discard(path)  # also if only this worker could complete it
             if world.is_first:
-                logger.error(f"{what} could not be saved: {error}; earlier ones are untouched")
+                logger.error(f"{subject} could not be saved: {error}; earlier ones are untouched")
             return str(error)
         if self._mirror is not None:
             self._mirror.offer(path)
@@ -421,5 +426,5 @@ class Checkpointer:
         megabytes = sum(size for part in files for size, _ in part.values()) / 1e6
         seconds = time.perf_counter() - started
         self.save_seconds = time.perf_counter() - self._save_started
-        logger.info(f"{what}: {megabytes:,.1f} MB in {seconds:.1f} s, {path}")
+        logger.info(f"{subject}: {megabytes:,.1f} MB in {seconds:.1f} s, {path}")
         return ""

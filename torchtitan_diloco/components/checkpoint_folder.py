@@ -168,9 +168,9 @@ def begin(path: Path, only: Set[Path] | None = None) -> None:
     """
     if path.exists():
         raise OSError(f"{path} exists already")
-    for left in path.parent.glob("step-*.incomplete"):
-        if only is None or left in map(incomplete, only):
-            shutil.rmtree(left, ignore_errors=True)
+    for incomplete_folder in path.parent.glob("step-*.incomplete"):
+        if only is None or incomplete_folder in map(incomplete, only):
+            shutil.rmtree(incomplete_folder, ignore_errors=True)
     try:
         incomplete(path).mkdir(parents=True)
     except FileExistsError:

@@ -85,7 +85,7 @@ class Copies:
     """The copies of one run in a store. One process of each worker uses it."""
 
     def __init__(self, store: Store, prefix: str = "", part_bytes: int = PART_BYTES) -> None:
-        """`prefix`: of all names. Empty: that of the login."""
+        """Open the copies of a store. `prefix`: of all names. Empty: that of the login."""
         self.location = store.location
         self.is_new_store = store.backend.is_new
         self.has_other_files = store.backend.has_other_files
@@ -154,20 +154,20 @@ class Copies:
         `workers`: of the run now. Its first one also deletes those of workers that it had before.
         """
         older = [copy for copy in self.whole() if copy.step <= step]
-        kept = {*older[-keep_latest:]}
-        kept |= {copy for copy in older if keep_every and copy.step % keep_every == 0}
-        self._prune(worker, older, kept)
+        copies_to_keep = {*older[-keep_latest:]}
+        copies_to_keep |= {copy for copy in older if keep_every and copy.step % keep_every == 0}
+        self._prune(worker, older, copies_to_keep)
         if worker == 0 and workers > 0:
             most = max((copy.workers for copy in self._listed()), default=workers)
             for former in range(workers, most):
-                self._prune(former, older, kept)
+                self._prune(former, older, copies_to_keep)
 
-    def _prune(self, worker: int, older: Sequence[Copy], kept: Set[Copy]) -> None:
+    def _prune(self, worker: int, older: Sequence[Copy], copies_to_keep: Set[Copy]) -> None:
         folder = f"{self._prefix}worker-{worker}/"
         doomed: dict[Copy, list[str]] = {}
         for entry in self._store.list(folder):
             copy = Copy.parse(entry.name.removeprefix(folder).partition("/")[0])
-            if copy is not None and older and copy < older[-1] and copy not in kept:
+            if copy is not None and older and copy < older[-1] and copy not in copies_to_keep:
                 doomed.setdefault(copy, []).append(entry.name)
         for copy, names in doomed.items():
             self._large.delete(self._manifest(copy, worker))  # first: without it, it is no copy
@@ -253,15 +253,15 @@ class Copies:
 
     def _fetch_file(self, name: str, file: Path, size: int) -> None:
         """Join the parts of a file of `size` bytes."""
-        left = size
+        bytes_left = size
         number = 0
         with file.open("wb") as sink:
-            while left > 0:
-                part = self._large.get(f"{name}-{number:05d}", min(left, self._part_bytes))
+            while bytes_left > 0:
+                part = self._large.get(f"{name}-{number:05d}", min(bytes_left, self._part_bytes))
                 if not part:
                     raise DamagedObjectError(f"{self.location}: part {number} of {name} is missing")
                 sink.write(part)
-                left -= len(part)
+                bytes_left -= len(part)
                 number += 1
         flush_to_disk(file)
 

@@ -34,7 +34,7 @@ class GroupEntries:
     """The state that an optimizer keeps in its groups, beside the tensors of its parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer`: as it was built, before its first step."""
+        """Note the entries of groups. `optimizer`: as it was built, before its first step."""
         self._optimizer = optimizer
         self._built = copy_entries(optimizer)
 

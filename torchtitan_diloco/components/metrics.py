@@ -139,8 +139,8 @@ def described(name: str, workers: int) -> str:
     if metric is None:
         return ""
     is_of_all = metric.scope is Scope.RUN or (metric.scope is Scope.JOB and workers > 1)
-    whose = "all workers" if is_of_all else "this worker"
-    return f"{metric.unit}, {metric.meaning}; {whose}"
+    owner = "all workers" if is_of_all else "this worker"
+    return f"{metric.unit}, {metric.meaning}; {owner}"
 
 
 # --- totals ---------------------------------------------------------------------------------------
@@ -311,18 +311,22 @@ def kept_time(starts: Sequence[float], steps: Sequence[Record]) -> dict[str, flo
     of one worker, without those of the steps that were repeated.
     """
     pairs = [(record.get("time"), record.get("world/step_seconds")) for record in steps]
-    kept = [(at, took) for at, took in pairs if _is_number(at) and _is_number(took)]
-    if not starts or not kept:
+    timed_steps = [
+        (at, step_seconds)
+        for at, step_seconds in pairs
+        if _is_number(at) and _is_number(step_seconds)
+    ]
+    if not starts or not timed_steps:
         return {}
-    moments = [at for at, _ in kept]
+    moments = [at for at, _ in timed_steps]
     if not (_never_decreases(starts) and _never_decreases(moments)):
         return {}
-    end = kept[-1][0]
+    end = timed_steps[-1][0]
     spans = {"run": end - starts[0], "last hour": min(HOUR, end - starts[0])}
     if len(starts) == 1 and spans["run"] < HOUR:
         return {}
     shares = {}
     for name, seconds in spans.items():
-        in_span = sum(took for at, took in kept if at > end - seconds)
+        in_span = sum(step_seconds for at, step_seconds in timed_steps if at > end - seconds)
         shares[name] = percent(in_span, seconds)
     return shares

@@ -128,7 +128,8 @@ class Mirror:
         toml: str,
         check: Callable[[Manifest], None],
     ) -> None:
-        """
+        """Open the mirror.
+
         Args:
             here: the checkpoints in `run.folder`, where copies are fetched to.
             folder: that of this worker.
@@ -190,7 +191,7 @@ class Mirror:
                     f"checkpoint.mirror cannot be used: {problem}. run.folder has no checkpoint "
                     "either: make the mirror reachable, or remove the setting"
                 )
-            self._note_failure(problem, says=world.is_first)
+            self._note_failure(problem, logs=world.is_first)
             return start
         start = self._newer(start, seen.copies)
         known = start.goes_on and start.manifest and Copy.of(start.manifest) in seen.copies
@@ -271,25 +272,30 @@ class Mirror:
         if self._config.adopt or not differences:
             return
         shown = "; ".join(differences[:MOST_DIFFERENCES])
-        more = len(differences) - MOST_DIFFERENCES
-        theirs, mine = (tomllib.loads(toml)["run"]["name"] for toml in (newest.config, self._toml))
+        unshown = len(differences) - MOST_DIFFERENCES
+        others = f"; and {unshown} more" if unshown > 0 else ""
+        other_name, own_name = (
+            tomllib.loads(toml)["run"]["name"] for toml in (newest.config, self._toml)
+        )
         raise OtherRunError(
-            f'checkpoint.mirror: {location} has step {newest.step} of the run "{theirs}" '
-            f'({newest.run}), and the settings of this run "{mine}" in {self._folder.parent} '
-            f"differ: {shown}{f'; and {more} more' if more > 0 else ''}. Give this run a mirror of "
-            "its own, or set checkpoint.adopt = true to continue that one with these settings"
+            f'checkpoint.mirror: {location} has step {newest.step} of the run "{other_name}" '
+            f'({newest.run}), and the settings of this run "{own_name}" in {self._folder.parent} '
+            f"differ: {shown}{others}. Give this run a mirror of its own, "
+            "or set checkpoint.adopt = true to continue that one with these settings"
         )
 
     def _newer(self, start: Start, copies: list[Copy]) -> Start:
         """Take the newest copy that is newer than `start` and can be used, or what workers that
         have lost their disks lack of the same one. Collective."""
         tried = False
-        mine = Copy.of(start.manifest) if start.goes_on and start.manifest else None
+        own_copy = Copy.of(start.manifest) if start.goes_on and start.manifest else None
         for copy in sorted(copies, reverse=True):
             workers = {*range(min(copy.workers, self._world.workers))}  # that lack this copy
-            if copy == mine:
+            if copy == own_copy:
                 workers -= {*start.holders}
-            if not workers or (mine is not None and copy != mine and copy.step <= mine.step):
+            if not workers or (
+                own_copy is not None and copy != own_copy and copy.step <= own_copy.step
+            ):
                 continue
             tried = True
             started = time.monotonic()
@@ -298,8 +304,8 @@ class Mirror:
                 if self._world.worker in workers:  # its checksums have just been compared
                     self._here.verified.add(checkpoint_path(self._folder, copy.step))
                 if self._world.is_first:
-                    took = brief(time.monotonic() - started)
-                    logger.info(f"step {copy.step} was taken from {self._location} in {took}")
+                    duration = brief(time.monotonic() - started)
+                    logger.info(f"step {copy.step} was taken from {self._location} in {duration}")
                 adopted_from = "" if start.goes_on else self._location
                 return replace(self._here.find(start), adopted_from=adopted_from)
             if self._world.is_first:
@@ -400,9 +406,9 @@ class Mirror:
             workers=self._world.workers,
         )
 
-    def _note_failure(self, problem: str, *, says: bool = True) -> None:
+    def _note_failure(self, problem: str, *, logs: bool = True) -> None:
         self._problem = problem
-        if says and not self._is_said:
+        if logs and not self._is_said:
             then = "nothing more is copied" if self._taken_over else "the next save tries again"
             logger.warning(f"mirror: {problem}; training continues, and {then}")
         self._is_said = True
@@ -420,11 +426,11 @@ class Mirror:
         last = self._offered
         if last is not None and last not in self._under_way:  # it was skipped, on all workers
             self._submit(last)
-        left = [self._under_way[path] for path in self.held]
-        if left:
-            what = "for the last checkpoint to reach the mirror"
-            logger.info(f"waiting up to {seconds:.0f} s {what}")
-        late = wait(left, seconds).not_done
+        unfinished = [self._under_way[path] for path in self.held]
+        if unfinished:
+            aim = "for the last checkpoint to reach the mirror"
+            logger.info(f"waiting up to {seconds:.0f} s {aim}")
+        late = wait(unfinished, seconds).not_done
         problem = self._problem
         if late:
             problem = f"the last checkpoint was not copied within {seconds:.0f} s"

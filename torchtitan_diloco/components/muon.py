@@ -30,7 +30,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, matrices: Sequence[nn.Parameter], others: AdamW, **settings: float) -> None:
-        """`settings`: lr, momentum and weight_decay of the matrices."""
+        """Build the optimizer. `settings`: lr, momentum and weight_decay of the matrices."""
         super().__init__([{"params": list(matrices)}], dict(settings))
         self._others = others
         self.grad_scale = torch.ones((), device=matrices[0].device)
@@ -88,7 +88,7 @@ def orthogonalize(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Te
         return [newton_schulz(whole) for whole in rows]
     group = first.device_mesh.get_group(first.device_mesh.ndim - 1)
     owned = assign_owners(matrices, ranks)
-    mine = [matrices[index] for index in owned[group.rank()]]
+    own_matrices = [matrices[index] for index in owned[group.rank()]]
 
     # To each owner: this rank's rows of its matrices, one matrix after the other.
     order = [index for indices in owned for index in indices]
@@ -96,7 +96,7 @@ def orthogonalize(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Te
     packed = torch.cat([rows[index].flatten() for index in order])
     # From each rank: its rows of the matrices that this rank owns, also one after the other.
     sizes = [
-        [len(shard_rows(len(matrix), rank, ranks)) * matrix.shape[1] for matrix in mine]
+        [len(shard_rows(len(matrix), rank, ranks)) * matrix.shape[1] for matrix in own_matrices]
         for rank in range(ranks)
     ]
     received = [sum(sizes_of_rank) for sizes_of_rank in sizes]
@@ -108,7 +108,7 @@ def orthogonalize(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Te
     # The shards are views of `arrived`: the result is written to where the rows have come from.
     from_ranks = zip(arrived.split(received), sizes, strict=True)
     shards_of_ranks = [part.split(sizes_of_rank) for part, sizes_of_rank in from_ranks]
-    for matrix, shards in zip(mine, zip(*shards_of_ranks, strict=True), strict=True):
+    for matrix, shards in zip(own_matrices, zip(*shards_of_ranks, strict=True), strict=True):
         whole = torch.cat(shards).view(matrix.shape)
         update = newton_schulz(whole).flatten()
         parts = update.split([len(shard) for shard in shards])

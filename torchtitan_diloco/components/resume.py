@@ -52,11 +52,12 @@ from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
 
 NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "price.", "profiling.")
+"""Beginnings of keys that change nothing in what is computed."""
 
 
-def check_tokenizer(manifest: Manifest | None, name: str, fingerprint: str) -> None:
+def check_tokenizer(manifest: Manifest, name: str, fingerprint: str) -> None:
     """Raise if the tokenizer is another one, for which the same ids mean other text."""
-    if manifest is not None and manifest.tokenizer not in ("", fingerprint):
+    if manifest.tokenizer not in ("", fingerprint):
         raise UserError(
             f'the checkpoint was trained with another tokenizer than data.tokenizer = "{name}" '
             f"(fingerprint {manifest.tokenizer} there, {fingerprint} here): set that one"
@@ -387,21 +388,21 @@ def _check_model(start: Start, shapes: TensorShapes, model: nn.Module, world: Wo
     One of another run, which has just been fetched, does not stay in `run.folder`.
     """
     saved = {name.removeprefix(MODEL): shapes[name] for name in shapes if name.startswith(MODEL)}
-    mine = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if mistakes := differences(mine, saved):
-        more = f", and {len(mistakes) - 1} more differ" if len(mistakes) > 1 else ""
+    of_model = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if mistakes := differences(of_model, saved):
+        others = f", and {len(mistakes) - 1} more differ" if len(mistakes) > 1 else ""
         settings = "the [model] section, the tokenizer and training.sequence_length"
         if start.adopted_from:
             if start.checkpoint is not None and world.rank_in_worker == 0:
                 shutil.rmtree(start.checkpoint)
             raise UserError(
                 f"checkpoint.mirror = {start.adopted_from} belongs to a run with another model: "
-                f"{mistakes[0]}{more}. Give this run a mirror of its own; or, to continue that "
+                f"{mistakes[0]}{others}. Give this run a mirror of its own; or, to continue that "
                 f"run, set {settings} as there"
             )
         raise UserError(
-            f"{start.checkpoint or 'the checkpoint'} is of another model: {mistakes[0]}{more}. Set "
-            f"{settings} as in the run's config.toml"
+            f"{start.checkpoint or 'the checkpoint'} is of another model: {mistakes[0]}{others}. "
+            f"Set {settings} as in the run's config.toml"
         )
 
 

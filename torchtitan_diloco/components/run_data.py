@@ -54,7 +54,7 @@ class RunData:
     def __init__(
         self, config: Config, tokenizer: Tokenizer, world: World, saved: SavedPosition | None = None
     ) -> None:
-        """`saved`: position in the checkpoint that the run starts from."""
+        """Open the corpora. `saved`: position in the checkpoint that the run starts from."""
         self._config = config
         self._world = world
         data = config.data
@@ -214,10 +214,10 @@ class RunData:
             for name, fingerprint in old.items()
             if fingerprint in names
         }
-        left = [name for name, fingerprint in old.items() if fingerprint not in names]
+        dropped = [name for name, fingerprint in old.items() if fingerprint not in names]
         new = [name for name in self.fingerprints if name not in read]
         notes = [f"{name} is new, or has changed: it is read from its beginning" for name in new]
-        notes += [f"{name} is no longer read" for name in left if name not in new]
+        notes += [f"{name} is no longer read" for name in dropped if name not in new]
         # Without weights, so that those of this run begin here.
         return Position(position, Segment(position, weights={}, read=read), notes)
 

@@ -100,8 +100,11 @@ def _check_shared(world: World, path: Path) -> None:
     """
     group = world.saving
     is_first = world.rank_in_worker == 0
-    mine = [f".shared-{secrets.token_hex(8)}", f"process {os.getpid()} on {socket.gethostname()}"]
-    name, writer = gather_objects(mine, group)[world.rank - world.rank_in_worker]
+    name_and_writer = [
+        f".shared-{secrets.token_hex(8)}",
+        f"process {os.getpid()} on {socket.gethostname()}",
+    ]
+    name, writer = gather_objects(name_and_writer, group)[world.rank - world.rank_in_worker]
     file = folder_of_worker(path, world.worker) / name
 
     def write() -> None:

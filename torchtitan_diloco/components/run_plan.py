@@ -109,8 +109,8 @@ def plan_run(
     micro_batches = accumulation(training, ranks)
     tokens_per_step = micro_batches * ranks * training.batch_size * training.sequence_length
     tokens = training.tokens or training.tokens_per_parameter * parameters
-    left = max(0, math.ceil((tokens - start_tokens) / tokens_per_step))
-    total_steps = training.steps or start_step + left
+    steps_left = max(0, math.ceil((tokens - start_tokens) / tokens_per_step))
+    total_steps = training.steps or start_step + steps_left
     schedule_steps = total_steps
     if training.steps:
         schedule_tokens = 0.0
@@ -195,16 +195,16 @@ def log_plan(
     ranks = world.ranks_per_worker
     start = plan.start_step
     workers = plan.ranks // ranks
-    here = f", of which {counted(world.size, 'rank')} here" if plan.ranks > world.size else ""
+    ranks_here = f", of which {counted(world.size, 'rank')} here" if plan.ranks > world.size else ""
     gib = plan.inner_bytes * plan.parameters / ranks / GIB
     activations = "without activations"
     if plan.activation_bytes:
         activations = f"and about {plan.activation_bytes / GIB:.2f} GiB for activations"
     total_tokens = plan.tokens_at(plan.total_steps)
-    each = f"{plan.tokens_per_step:,}"
-    steps = f"x {each} tokens"
+    tokens_of_step = f"{plan.tokens_per_step:,}"
+    steps = f"x {tokens_of_step} tokens"
     if start:
-        steps = f"({plan.start_tokens:,} tokens up to step {start:,}, then {each} a step)"
+        steps = f"({plan.start_tokens:,} tokens up to step {start:,}, then {tokens_of_step} a step)"
     lines = {
         "version": f"torchtitan_diloco {__version__}, torch {torch.__version__}, "
         f"{describe_device(world.device)}",
@@ -214,7 +214,7 @@ def log_plan(
         "step": f"{counted(workers, 'worker')} x {counted(ranks, 'rank')} x "
         f"{counted(plan.accumulation, 'micro-batch', 'micro-batches')} x "
         f"{counted(training.batch_size, 'sequence')} x "
-        f"{counted(training.sequence_length, 'token')} = {each} tokens{here}",
+        f"{counted(training.sequence_length, 'token')} = {tokens_of_step} tokens{ranks_here}",
         "run": f"{counted(plan.total_steps, 'step')} {steps} = {total_tokens:,} tokens = "
         f"{few_digits(total_tokens / plan.parameters, 1)} per parameter, {epochs_text(epochs)}",
         "inner": describe_inner(
@@ -292,14 +292,14 @@ def state_on_host(
     `saves`: whether the run saves checkpoints, for which it copies its state.
     """
     has_outer_loop = diloco.method != "none"
-    each = {"parameters, gradients and optimizer": workers * plan.inner_bytes}
+    bytes_per_parameter = {"parameters, gradients and optimizer": workers * plan.inner_bytes}
     if has_outer_loop:
-        each["outer state"] = workers * state_bytes(diloco)
+        bytes_per_parameter["outer state"] = workers * state_bytes(diloco)
     if saves:
         saving = workers if has_outer_loop else min(workers, 1.0)  # else only worker 0 saves
         copied = plan.inner_bytes - GRADIENT_BYTES + has_outer_loop * saved_bytes(diloco)
-        each["copies of a save"] = saving * copied
-    return {name: bytes_each * plan.parameters for name, bytes_each in each.items()}
+        bytes_per_parameter["copies of a save"] = saving * copied
+    return {name: bytes_each * plan.parameters for name, bytes_each in bytes_per_parameter.items()}
 
 
 def check_host_memory(plan: RunPlan, state: Mapping[str, float]) -> None:
@@ -324,10 +324,10 @@ def check_host_activations(
     batch_size = config.training.batch_size
     needed = ranks * plan.activation_bytes
     available = available_memory_bytes()
-    left = available - sum(state.values())
-    if needed <= left:
+    bytes_left = available - sum(state.values())
+    if needed <= bytes_left:
         return
-    fitting = math.floor(batch_size * max(0.0, left) / needed)
+    fitting = math.floor(batch_size * max(0.0, bytes_left) / needed)
     remedy = f"lower it to {fitting}" if fitting else "lower training.sequence_length and it"
     problem = (
         f"training.batch_size = {batch_size}: the activations of {counted(ranks, 'rank')} need "

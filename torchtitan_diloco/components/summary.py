@@ -73,10 +73,12 @@ def log_summary(
         width = max(map(len, table), default=0)
         for name, text in table.items():
             logger.info(f"{name:<{width}}  {text}")
-    took = clock(telemetry.elapsed_seconds)
+    duration = clock(telemetry.elapsed_seconds)
     if before := telemetry.elapsed_before:
-        took = f"{took}, of which {clock(telemetry.elapsed_seconds - before)} since it was resumed"
-    logger.info(f"took {took}; the run is in {folder}")
+        duration = (
+            f"{duration}, of which {clock(telemetry.elapsed_seconds - before)} since it was resumed"
+        )
+    logger.info(f"took {duration}; the run is in {folder}")
 
 
 def _bytes_sent(telemetry: Telemetry, step: int) -> dict[str, str]:
@@ -121,10 +123,10 @@ def _kept_time(telemetry: Telemetry) -> dict[str, str]:
     records = telemetry.files.read() if telemetry.world.is_first else []
     starts = [record["time"] for record in records if record.get("kind") == "start"]
     steps = [record for record in records if "kind" not in record]
-    kept = kept_time(starts, steps)
-    if not kept:
+    shares = kept_time(starts, steps)
+    if not shares:
         return {}
     return {
-        "kept time": f"{kept['run']:.1f} % of the wall time went into steps that were kept "
-        f"({kept['last hour']:.1f} % in the last hour)"
+        "kept time": f"{shares['run']:.1f} % of the wall time went into steps that were kept "
+        f"({shares['last hour']:.1f} % in the last hour)"
     }

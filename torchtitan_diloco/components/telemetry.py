@@ -378,8 +378,8 @@ class Telemetry:
         # counted in steps of this island. The share of a run that is done becomes smaller when
         # `islands change total_tokens` makes it longer, so `run_steps` may be negative.
         own_share = own_steps / run_steps if run_steps > 0 else 1.0
-        left = max(0.0, whole - done) * own_share
-        return f"{padded_step}  run {100 * min(1.0, done / whole):.0f} %", left
+        steps_left = max(0.0, whole - done) * own_share
+        return f"{padded_step}  run {100 * min(1.0, done / whole):.0f} %", steps_left
 
     def publish(self, *, all: bool = False) -> None:
         """Write the logged steps whose numbers of other ranks are there, or wait for all."""

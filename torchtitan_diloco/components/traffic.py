@@ -69,7 +69,7 @@ class RunTraffic:
     """Kind of the store in which islands meet. None: the workers are one job."""
 
     def parties(self, step_seconds: float) -> list[Party]:
-        """Return who transfers what, if all steps take so long, or nothing of a single worker."""
+        """Return what each party transfers, if all steps take so long. A single worker is none."""
         if self.store is not None:
             return self._islands(self.store, step_seconds)
         if self.workers == 1:
@@ -128,8 +128,8 @@ class RunTraffic:
         return all_reduce_bytes(self.parameters, self.workers, each=each)
 
     def counted(self, totals: Mapping[str, float]) -> list[Party]:
-        """Return who has transferred what up to now, with the bytes that were counted. The others,
-        and the requests, are computed from the steps and seconds so far."""
+        """Return what each party has transferred, with the bytes that were counted. The others, and
+        the requests, are computed from the steps and seconds so far."""
         steps = round(totals.get("worker/steps", 0))
         seconds = totals.get("worker/wall_seconds", 0.0)
         if not (steps and seconds):
@@ -228,9 +228,9 @@ def traffic_rows(parties: Sequence[Party], price: Price, *, condition: str = "")
         hour = party.hour
         run = party.run
         row = "traffic" if party is parties[0] else party.name
-        each = f"each {party.name}" if party.members > 1 else f"the {party.name}"
+        sender = f"each {party.name}" if party.members > 1 else f"the {party.name}"
         text = (
-            f"{each} sends {gigabytes(hour.sent)} and receives {gigabytes(hour.received)} GB an "
+            f"{sender} sends {gigabytes(hour.sent)} and receives {gigabytes(hour.received)} GB an "
             f"hour{condition}, {gigabytes(run.sent)} and {gigabytes(run.received)} GB in the run"
         )
         if hour.reads or hour.writes:

@@ -406,7 +406,8 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run. Components get only the sections that they need."""
+    """All settings of a run. Builders and `RunData` read several sections; the parts
+    that they build are handed theirs."""
 
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)

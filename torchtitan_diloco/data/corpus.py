@@ -18,9 +18,9 @@ from torchtitan_diloco.data.shards import (
     STARTED_NAME,
     Split,
     TokenShards,
+    describe_missing,
+    describe_unfinished,
     read_index,
-    what_is_begun,
-    what_is_missing,
 )
 from torchtitan_diloco.data.text import open_corpus, text_kind
 from torchtitan_diloco.data.tokenizer import Tokenizer
@@ -116,8 +116,8 @@ def _unprepared(data: Data, key: str, spec: str, options: Callable[[], list[str]
     named = f'{key} = "{spec}"'
     if key in ("data.mixture", "data.phases"):
         named = f'{key}: the corpus "{spec}"'
-    if begun := what_is_begun(Path(spec).expanduser()):
-        return UserError(f"{named} {begun}")
+    if unfinished := describe_unfinished(Path(spec).expanduser()):
+        return UserError(f"{named} {unfinished}")
     source = data.source if key == "data.corpus" else ""
     if text := _text_to_prepare(spec):
         source = spec
@@ -125,7 +125,7 @@ def _unprepared(data: Data, key: str, spec: str, options: Callable[[], list[str]
         problem = f'is read from token shards only: set it to "{out}" after'
     else:
         out = spec
-        reason = what_is_missing(Path(spec).expanduser())
+        reason = describe_missing(Path(spec).expanduser())
         problem = f"{reason}: correct the path, set it to text, such as stdlib, or prepare it:"
         if _text_to_prepare(source):
             open_corpus(source)  # to check its name

@@ -61,9 +61,9 @@ class SequenceReader:
         self.sequences = self._all // parts
         self._first = part * self.sequences
         if self.sequences < 1:
-            each = "" if parts == 1 else f' for each of {parts} workers (data.shard_by = "random")'
+            whose = "" if parts == 1 else f' for each of {parts} workers (data.shard_by = "random")'
             raise TooLittleText(
-                f"{tokens.name} is shorter than one sequence{each}: it has {len(tokens)} tokens, "
+                f"{tokens.name} is shorter than one sequence{whose}: it has {len(tokens)} tokens, "
                 f"sequence_length = {sequence_length} needs {parts * sequence_length + 1}; "
                 "use a larger corpus or data.validation_fraction, or shorter sequences"
             )
@@ -210,9 +210,9 @@ class TrainLoader:
                 corpora, samples = self.mixture.locate(self._stream.positions(places))
             sequences = np.empty_like(samples)
             for corpus in np.unique(corpora).tolist():
-                mine = corpora == corpus
+                of_corpus = corpora == corpus
                 count = self._reader.readers[corpus].sequences
-                sequences[mine] = self._order(samples[mine], sequences=count)
+                sequences[of_corpus] = self._order(samples[of_corpus], sequences=count)
             yield from np.stack([corpora, sequences], axis=1).reshape(*positions.shape, 2)
 
 

@@ -83,8 +83,10 @@ class Mixture:
     """Turns of corpora in a stream that consists of segments, in the order of their starts."""
 
     def __init__(self, corpora: Sequence[str], segments: Sequence[Segment]) -> None:
-        """`corpora`: names of the corpora, in the order in which `locate` numbers them. Of those
-        whose next samples are due at the same time, the first has the turn.
+        """Build the mixture of a stream.
+
+        `corpora`: names of the corpora, in the order in which `locate` numbers them. Of those whose
+        next samples are due at the same time, the first has the turn.
 
         The first segment says how much was read before it; for the others it is computed.
         """

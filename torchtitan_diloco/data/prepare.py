@@ -30,10 +30,10 @@ from torchtitan_diloco.data.shards import (
     STARTED_NAME,
     Index,
     ShardWriter,
+    describe_empty_validation,
     only_writer,
     read_index,
     read_or_begin_index,
-    why_nothing_is_held_out,
     write_index,
 )
 from torchtitan_diloco.data.text import TEXT_FIELD, open_source, sources_text, whole_number
@@ -136,9 +136,11 @@ class _Writing:
         """Write all pieces after the position, until there are enough tokens to train on."""
         reading = self._corpus.read(self._position.place)
         if self._position.pieces:
-            there = f"{counted(self._position.documents, 'document')}, {self._tokens:,} tokens"
+            progress_before = (
+                f"{counted(self._position.documents, 'document')}, {self._tokens:,} tokens"
+            )
             how = f": {reading.how}" if reading.how else ""
-            print(f"data: continue {self._folder} after {there}{how}", flush=True)
+            print(f"data: continue {self._folder} after {progress_before}{how}", flush=True)
         done = {split: writer.last_piece for split, writer in self._writers.items()}
         fraction = self._index.settings["validation_fraction"]
         batches = read_batches(
@@ -221,7 +223,7 @@ def process_count(text: str) -> int:
 def _warn_if_nothing_is_held_out(folder: Path) -> None:
     index = read_index(folder / INDEX_NAME)
     if index.settings["validation_fraction"] and not index.splits["validation"].tokens:
-        print(f"warning: {folder}: {why_nothing_is_held_out(index)}", file=sys.stderr)
+        print(f"warning: {folder}: {describe_empty_validation(index)}", file=sys.stderr)
 
 
 def _interrupt(number: int, _: object) -> None:
@@ -253,11 +255,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--begin-token", action="store_true", help=begin)
     field = f"field of the text in JSON lines and datasets (default {TEXT_FIELD})"
     add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field)
-    many = (
+    text = (
         f"number of processes (default: one for each core, at most {MOST_PROCESSES}; 1 for bytes)"
     )
-    many += "; the shards do not depend on it"
-    add("--processes", type=process_count, default=argparse.SUPPRESS, metavar="NUMBER", help=many)
+    text += "; the shards do not depend on it"
+    add("--processes", type=process_count, default=argparse.SUPPRESS, metavar="NUMBER", help=text)
     clusters = "also write this number of corpora OUT-0, OUT-1, ..., each of similar documents"
     add("--clusters", type=whole_number, metavar="NUMBER", help=clusters)
     options = parser.parse_args(arguments)

@@ -89,7 +89,7 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def what_is_missing(folder: Path) -> str:
+def describe_missing(folder: Path) -> str:
     """Say why a folder is no finished folder of token shards, as the end of a sentence about it."""
     if not folder.exists():
         return "does not exist"
@@ -97,7 +97,7 @@ def what_is_missing(folder: Path) -> str:
     return f"has no token shards ({INDEX_NAME})" if names - {".lock"} else "is empty"
 
 
-def what_is_begun(folder: Path) -> str:
+def describe_unfinished(folder: Path) -> str:
     """Say that a folder is not finished, and of which source, or return an empty string."""
     if not (folder / STARTED_NAME).exists():
         return ""
@@ -116,21 +116,21 @@ def read_index(path: Path) -> Index:
     try:
         index = msgspec.json.decode(path.read_bytes(), type=Index)
     except FileNotFoundError as error:
-        if begun := what_is_begun(path.parent):
-            raise UserError(f"{path.parent} {begun}") from error
-        reason = f"{path.parent} {what_is_missing(path.parent)}"
+        if unfinished := describe_unfinished(path.parent):
+            raise UserError(f"{path.parent} {unfinished}") from error
+        reason = f"{path.parent} {describe_missing(path.parent)}"
         raise UserError(f"{reason}: give the folder that `prepare` wrote as --out") from error
     except (OSError, msgspec.MsgspecError) as error:
         remedy = "copy the folder again, or delete it and prepare the corpus again"
         raise UserError(f"{path} cannot be read ({error}): {remedy}") from error
     if index.format_version != FORMAT_VERSION:
-        has = f"has version {index.format_version} of the format instead of {FORMAT_VERSION}"
-        raise UserError(f"{path} {has}; prepare the corpus again")
+        problem = f"has version {index.format_version} of the format instead of {FORMAT_VERSION}"
+        raise UserError(f"{path} {problem}; prepare the corpus again")
     for key, kind in NEEDED_SETTINGS.items():
         if not isinstance(index.settings.get(key), kind):
-            what = "a whole number" if kind is int else "a text"
+            expected = "a whole number" if kind is int else "a text"
             value = index.settings.get(key)
-            problem = f"settings.{key} is {value!r} instead of {what}"
+            problem = f"settings.{key} is {value!r} instead of {expected}"
             raise UserError(f"{path}: {problem}: prepare the corpus again, or add what is missing")
     for split in SPLITS:
         index.splits.setdefault(split, SplitIndex())
@@ -211,7 +211,7 @@ def only_writer(folder: Path, *, wait: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((folder / ".lock").open("a"))
+            file = stack.enter_context((folder / ".lock").open("a"))  # created, never emptied
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise UserError(f"another process is writing {folder.absolute()}") from None
@@ -342,20 +342,20 @@ class TooLittleText(UserError):
     """A split of a corpus has no tokens, or less than a sequence of them."""
 
 
-def why_nothing_is_held_out(index: Index) -> str:
+def describe_empty_validation(index: Index) -> str:
     """Say why the validation split of a corpus is empty, and what to do."""
     shards = [shard for split in index.splits.values() for shard in split.shards]
     pieces = 1 + max((shard.last_piece for shard in shards), default=-1)
-    whose = f"the {pieces:,} pieces of the text"
+    candidates = f"the {pieces:,} pieces of the text"
     if "cluster" in index.settings:  # whose documents have the numbers of those of the whole corpus
-        whose = "the documents of this cluster"
+        candidates = "the documents of this cluster"
     elif pieces == 1 and not index.settings.get("max_tokens"):
         return "the text is a single piece: add text, or set data.validation_corpus"
     share = index.settings.get("validation_fraction")
     if share is None:  # of another program
-        return f"none of {whose} is held out: set data.validation_corpus"
+        return f"none of {candidates} is held out: set data.validation_corpus"
     return (
-        f"none of {whose} is held out: raise data.validation_fraction (of `prepare`: "
+        f"none of {candidates} is held out: raise data.validation_fraction (of `prepare`: "
         f"--validation-fraction), which is {share:g}, or set data.validation_corpus"
     )
 
@@ -379,7 +379,7 @@ class TokenShards:
         if not self._shards:
             reason = f"{self.name} has no tokens"
             if split == "validation":
-                reason = f"{why_nothing_is_held_out(index)}, or set validation.every = 0"
+                reason = f"{describe_empty_validation(index)}, or set validation.every = 0"
             raise TooLittleText(f"{settings['source']} ({folder}): {reason}")
         self.tokenizer = settings["tokenizer"]
         made_with = settings["tokenizer_fingerprint"]
@@ -411,12 +411,12 @@ class TokenShards:
         """Return tokens start to stop - 1, also across pieces. The result may be read-only."""
         assert 0 <= start < stop <= len(self), f"{start}:{stop} of {len(self)} tokens"
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
-        parts = []
+        pieces = []
         for number in range(first, last + 1):
             begin = int(self._ends[number - 1]) if number else 0
             end = min(stop, int(self._ends[number]))
-            parts.append(self._read_piece(number, max(start, begin) - begin, end - begin))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            pieces.append(self._read_piece(number, max(start, begin) - begin, end - begin))
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _read_piece(self, number: int, start: int, stop: int) -> Tokens:
         shard = self._shards[number]

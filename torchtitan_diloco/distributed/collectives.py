@@ -253,9 +253,9 @@ class StopRequest:
 
     def note(self, notice: Notice) -> None:
         """Stop, or save, on a notice about this machine. Any thread may call this."""
-        left = "" if notice.seconds is None else f", {notice.seconds:.0f} s left"
+        time_left = "" if notice.seconds is None else f", {notice.seconds:.0f} s left"
         then = "the run saves and stops" if notice.stops else "the run saves and continues"
-        logger.warning(f"notice: {notice.what}{left}: {then}")
+        logger.warning(f"notice: {notice.what}{time_left}: {then}")
         if notice.seconds is not None:
             self._end_of_machine = time.monotonic() + notice.seconds
         if notice.stops:

@@ -35,7 +35,7 @@ class Job:
     """The job that torchrun starts, and starts again, this rank being one of its processes."""
 
     def __init__(self, store: Store | None, rank: int = 0, size: int = 1) -> None:
-        """`store`: None for a process that torchrun has not started."""
+        """Describe a job. `store`: None for a process that torchrun has not started."""
         self._store = store
         self._rank = rank
         self._size = size
@@ -77,7 +77,7 @@ class Job:
     # --- starts -----------------------------------------------------------------------------------
 
     def memory_has_run_out(self) -> bool:
-        """Whether the system has killed a process of this machine after this start."""
+        """Return whether the system has killed a process of this machine after this start."""
         return self._memory_kills < memory_kills()
 
     def begin(self) -> None:

@@ -125,8 +125,8 @@ def ask_azure(server: Metadata) -> Notice | None:
     for event in events:  # those of all machines of a set
         if name in event["Resources"]:
             before = event.get("NotBefore", "")  # empty once it has begun
-            left = _seconds_until(parsedate_to_datetime(before)) if before else 0.0
-            return Notice(f"Azure has scheduled {event['EventType']} for this machine", left)
+            seconds = _seconds_until(parsedate_to_datetime(before)) if before else 0.0
+            return Notice(f"Azure has scheduled {event['EventType']} for this machine", seconds)
     return None
 
 
@@ -154,7 +154,7 @@ class NoticeWatch:
     """
 
     def __init__(self, cloud: str, address: str, tell: Callable[[Notice], None]) -> None:
-        """`cloud`: a key of DIALECTS, or "none"."""
+        """Prepare the queries. `cloud`: a key of DIALECTS, or "none"."""
         self._cloud = cloud
         self._tell = tell
         self._address = address or ADDRESSES.get(cloud, "")

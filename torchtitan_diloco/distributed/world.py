@@ -291,13 +291,13 @@ def pick_streams(link: Link, rank: int, ranks_per_worker: int) -> tuple[int, str
     """
     name = ""
     ranks_here = min(ranks_per_worker, int(os.environ.get("LOCAL_WORLD_SIZE", ranks_per_worker)))
-    mine = _Attachment(link.streams, ranks_here)
+    own_attachment = _Attachment(link.streams, ranks_here)
     try:
         name, address = interface_and_address(link.interface)
-        mine = replace(mine, is_loopback=is_loopback(address))
+        own_attachment = replace(own_attachment, is_loopback=is_loopback(address))
     except OSError as error:
-        mine = replace(mine, problem=f"rank {rank}: {error}")
-    all_ranks = gather_objects(mine, dist.group.WORLD)
+        own_attachment = replace(own_attachment, problem=f"rank {rank}: {error}")
+    all_ranks = gather_objects(own_attachment, dist.group.WORLD)
     if len({place.streams for place in all_ranks}) > 1:
         shown = ", ".join(f"{place.streams} on rank {n}" for n, place in enumerate(all_ranks))
         raise UserError(f"diloco.link.streams = {shown}: set the same value on all ranks")

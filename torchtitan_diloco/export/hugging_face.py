@@ -142,7 +142,7 @@ def transformers_config(model: nn.Module, length: int) -> dict[str, Any]:
     return {
         "architectures": [f"{family.capitalize()}ForCausalLM"],
         "model_type": family,
-        **{theirs: values[ours] for ours, theirs in KEYS.items()},
+        **{their_key: values[our_key] for our_key, their_key in KEYS.items()},
         **FIXED,
         "max_position_embeddings": length,
         "rope_theta": shape.rotary_base,
@@ -156,11 +156,11 @@ def write_tokenizer(path: Path, file: Path, begin: SpecialToken | None) -> None:
     token, or nothing. It is a copy of `file` if that does so."""
     from tokenizers import Tokenizer as TokenizerFile
 
-    there = TokenizerFile.from_file(str(file))
-    there.no_padding()
-    plain = there.encode("a", add_special_tokens=False).ids
+    tokenizer = TokenizerFile.from_file(str(file))
+    tokenizer.no_padding()
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
     expected = plain if begin is None else [begin.number, *plain]
-    if there.encode("a").ids == expected:
+    if tokenizer.encode("a").ids == expected:
         shutil.copyfile(file, path)
         return
     content = json.loads(file.read_text(encoding="utf-8"))
@@ -233,10 +233,10 @@ def transformers_names(model: nn.Module) -> dict[str, dict[str, int]]:
     kv_rows = (shape.kv_heads or shape.heads) * shape.head_dim
     rows_of = {"q_proj": shape.heads * shape.head_dim, "k_proj": kv_rows, "v_proj": kv_rows}
     for name, parameter in model.named_parameters():
-        there = ".".join(MODULES.get(part, part) for part in name.split("."))
-        names[name] = {there: parameter.shape[0]}
-        if ".qkv." in there:
-            names[name] = {there.replace("qkv", part): rows for part, rows in rows_of.items()}
+        their_name = ".".join(MODULES.get(part, part) for part in name.split("."))
+        names[name] = {their_name: parameter.shape[0]}
+        if ".qkv." in their_name:
+            names[name] = {their_name.replace("qkv", part): rows for part, rows in rows_of.items()}
     return names
 
 
@@ -248,9 +248,9 @@ def settings_of_model(model: nn.Module) -> dict[str, Any]:
 
 def differing_settings(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of [model] that differ in a config.json, with their values there."""
-    there = settings_of_config(config)
-    mine = settings_of_model(model)
-    return {key: value for key, value in there.items() if value != mine[key]}
+    saved = settings_of_config(config)
+    of_model = settings_of_model(model)
+    return {key: value for key, value in saved.items() if value != of_model[key]}
 
 
 def settings_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,9 +261,11 @@ def settings_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     supported = FIXED if kind == "default" else FIXED | SCALING
-    theirs = {**FIXED, **config, **rope, "rope_type": kind}
+    their_settings = {**FIXED, **config, **rope, "rope_type": kind}
     differing = [
-        f"{key} = {theirs.get(key)}" for key, value in supported.items() if theirs.get(key) != value
+        f"{key} = {their_settings.get(key)}"
+        for key, value in supported.items()
+        if their_settings.get(key) != value
     ]
     if differing:
         raise UserError(f"its {', '.join(differing)} cannot be set here")
@@ -278,6 +280,6 @@ def settings_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {setting: given[key] for setting, key in KEYS.items()} | {
         "activation": "swiglu",
         "qk_norm": family == "qwen3",
-        "rotary_base": theirs.get("rope_theta", 10_000.0),
+        "rotary_base": their_settings.get("rope_theta", 10_000.0),
         "rotary_scaling": rope.get("factor", 1.0),
     }

@@ -40,10 +40,10 @@ def torchtitan_names(model: nn.Module) -> dict[str, dict[str, int]]:
     kv_rows = (shape.kv_heads or shape.heads) * shape.head_dim
     rows_of = dict(zip(PROJECTIONS, (shape.heads * shape.head_dim, kv_rows, kv_rows), strict=True))
     for name, parameter in model.named_parameters():
-        there = ".".join(MODULES.get(part, part) for part in name.split("."))
-        names[name] = {there: parameter.shape[0]}
-        if ".qkv." in there:
-            names[name] = {there.replace("qkv", part): rows for part, rows in rows_of.items()}
+        their_name = ".".join(MODULES.get(part, part) for part in name.split("."))
+        names[name] = {their_name: parameter.shape[0]}
+        if ".qkv." in their_name:
+            names[name] = {their_name.replace("qkv", part): rows for part, rows in rows_of.items()}
     return names
 
 

@@ -169,7 +169,7 @@ def _runs_in(folder: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightNames:
     """How a program names, and orders, the parameters of a model."""
 
     names: Callable[[nn.Module], dict[str, dict[str, int]]]
@@ -184,9 +184,9 @@ def _our_names(model: nn.Module) -> dict[str, dict[str, int]]:
     return {name: {name: len(parameter)} for name, parameter in model.named_parameters()}
 
 
-OWN = Layout(_our_names)
-TRANSFORMERS = Layout(transformers_names, unused=(".inv_freq", "lm_head.weight"))
-TORCHTITAN = Layout(torchtitan_names, read=from_torchtitan, unused=(HEAD,))
+OWN = WeightNames(_our_names)
+TRANSFORMERS = WeightNames(transformers_names, unused=(".inv_freq", "lm_head.weight"))
+TORCHTITAN = WeightNames(torchtitan_names, read=from_torchtitan, unused=(HEAD,))
 
 
 @torch.no_grad()
@@ -196,25 +196,28 @@ def load_initial_weights(model: nn.Module, path: str, tokenizer: Tokenizer) -> N
     Reads one parameter at a time, so that no rank holds the whole model.
     """
     parameters = dict(model.named_parameters())
-    layout = check_weights(model, path, tokenizer)
-    parts = layout.names(model)
+    weight_names = check_weights(model, path, tokenizer)
+    parts = weight_names.names(model)
     with open_weights(path) as stored:
-        there = {name: file.get_slice(name).get_shape() for name, file in stored.items()}
-        here = {
+        stored_shapes = {name: file.get_slice(name).get_shape() for name, file in stored.items()}
+        expected_shapes = {
             part: [rows, *parameters[name].shape[1:]]
             for name, names in parts.items()
             for part, rows in names.items()
         }
-        for name in there.keys() - here.keys():
-            if name.endswith(layout.unused):
-                del there[name]
-        for name in {**here, **there}:
-            if here.get(name) != there.get(name):
-                shapes = f"{there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
+        for name in stored_shapes.keys() - expected_shapes.keys():
+            if name.endswith(weight_names.unused):
+                del stored_shapes[name]
+        for name in {**expected_shapes, **stored_shapes}:
+            if expected_shapes.get(name) != stored_shapes.get(name):
+                there = stored_shapes.get(name, "absent")
+                here = expected_shapes.get(name, "absent")
+                shapes = f"{there} there and {here} here"
                 raise UserError(f'model.weights = "{path}": {name} is {shapes}: set [model] to fit')
         for name, parameter in parameters.items():
             values = [
-                layout.read(model, part, _read(path, stored[part], part)) for part in parts[name]
+                weight_names.read(model, part, _read(path, stored[part], part))
+                for part in parts[name]
             ]
             value = torch.cat(values)
             copy_shard(parameter, value.to(parameter.device, parameter.dtype))
@@ -229,32 +232,32 @@ def _read(path: str, file: Any, name: str) -> Tensor:
     return value
 
 
-def check_weights(model: nn.Module, path: str, tokenizer: Tokenizer) -> Layout:
-    """Return the layout of weights. Raise an error if they say that they are of another model or
+def check_weights(model: nn.Module, path: str, tokenizer: Tokenizer) -> WeightNames:
+    """Return how weights are named. Raise an error if they say that they are of another model or
     tokenizer, or if there are none."""
     weight_files(path)
     given = Path(path).expanduser()
     folder = given if given.is_dir() else given.parent
     file = folder / CONFIG_NAME
     if is_dcp(given):
-        layout = TORCHTITAN
+        weight_names = TORCHTITAN
         with open_weights(path) as stored:
             shapes = {name: tensor.get_shape() for name, tensor in stored.items()}
             differing = _differing_checkpoint(model, path, shapes)
             _check_tied_head(model, path, stored)
     elif file.is_file():
-        layout = TRANSFORMERS
+        weight_names = TRANSFORMERS
         differing = _differing_folder(model, path, file)
         _check_tokenizer_file(folder / TOKENIZER_NAME, path, tokenizer)
     else:
-        layout = OWN
+        weight_names = OWN
         differing = _differing_export(model, path, folder / SETTINGS_NAME, tokenizer)
     if differing:
         settings = " ".join(
             f"--model.{key} {json.dumps(value)}" for key, value in differing.items()
         )
         raise UserError(f'model.weights = "{path}" is of another model: for it, set {settings}')
-    return layout
+    return weight_names
 
 
 def _differing_folder(model: nn.Module, path: str, file: Path) -> dict[str, Any]:
@@ -271,11 +274,11 @@ def _differing_checkpoint(
 ) -> dict[str, Any]:
     """Return the settings of [model] that differ in a checkpoint of torchtitan."""
     try:
-        there = settings_of_checkpoint(shapes, model)
+        saved = settings_of_checkpoint(shapes, model)
     except UserError as error:
         raise UserError(f'model.weights = "{path}": {error}') from None
-    mine = settings_of_model(model)
-    return {key: value for key, value in there.items() if value != mine[key]}
+    of_model = settings_of_model(model)
+    return {key: value for key, value in saved.items() if value != of_model[key]}
 
 
 def _differing_export(
@@ -296,16 +299,18 @@ def _differing_export(
         )
     if not isinstance(getattr(model, "shape", None), Shape):
         return {}
-    there = _read_model_section(settings)
-    mine = settings_of_model(model)
-    differing = {key: value for key, value in there.items() if value not in (None, mine.get(key))}
+    saved = _read_model_section(settings)
+    of_model = settings_of_model(model)
+    differing = {
+        key: value for key, value in saved.items() if value not in (None, of_model.get(key))
+    }
     if changed := {key: differing.pop(key) for key in ADJUSTABLE if key in differing}:
         listed = ", ".join(f"model.{key} = {value}" for key, value in changed.items())
         logger.warning(
             f'model.weights = "{path}" was trained with {listed}, and this run has other values: '
             "set these, unless you mean to change them, as to lengthen the context"
         )
-    return {key: value for key, value in differing.items() if key in mine}
+    return {key: value for key, value in differing.items() if key in of_model}
 
 
 def _read_model_section(settings: Path) -> dict[str, Any]:
@@ -336,11 +341,11 @@ def _check_tokenizer_file(file: Path, path: str, tokenizer: Tokenizer) -> None:
     if not file.is_file():
         return
     try:
-        there = build_tokenizer(str(file)).encode(EXAMPLE).tolist()
+        ids_there = build_tokenizer(str(file)).encode(EXAMPLE).tolist()
     except Exception as error:  # the library has no class of its own errors
         logger.warning(f"{file} cannot be compared with data.tokenizer: {error}")
         return
-    if there != tokenizer.encode(EXAMPLE).tolist():
+    if ids_there != tokenizer.encode(EXAMPLE).tolist():
         raise UserError(
             f'model.weights = "{path}" has another tokenizer than data.tokenizer = '
             f'"{tokenizer.name}": set --data.tokenizer {shlex.quote(str(file))}'

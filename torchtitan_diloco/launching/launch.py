@@ -30,10 +30,10 @@ from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.launching.nodes import (
     Nodes,
     check_endpoint,
+    explain_no_meeting,
     read_nodes,
     read_whole_number,
     wait_for_first_node,
-    why_not_met,
 )
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     except (RuntimeError, OSError) as error:
         if nodes.total == 1:
             return _fail(f"the processes could not be started: {cause_of(error)}", code=1)
-        return _fail(why_not_met(nodes, patience, error), code=1)
+        return _fail(explain_no_meeting(nodes, patience, error), code=1)
 
 
 @contextmanager
@@ -240,11 +240,11 @@ def _check_processes(config: Config, nodes: int) -> None:
 
 def wanted_processes(config: Config, nodes: int) -> int:
     """Return the training processes that are asked for on this node, one of `nodes`."""
-    each = max(1, config.parallel.fsdp)
+    ranks_per_worker = max(1, config.parallel.fsdp)
     if config.islands.local:
-        return config.islands.local * each
+        return config.islands.local * ranks_per_worker
     gpus = _gpus(config)
-    wanted = config.workers_of_job * each
+    wanted = config.workers_of_job * ranks_per_worker
     by_settings = gpus if gpus and not config.parallel.fsdp else -(-wanted // nodes)
     return read_whole_number(os.environ, "NPROC") or by_settings
 
@@ -289,10 +289,10 @@ def configure_torchrun(
     os.environ[LAUNCHER] = str(os.getpid())
     # FSDP2, NCCL and the outer loop have more streams than the 8 queues of a GPU's default.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    here = processes * count if is_local else processes
-    _warn_if_crowded(config, here)
-    if here > 1:
-        _share_cores(here)
+    processes_here = processes * count if is_local else processes
+    _warn_if_crowded(config, processes_here)
+    if processes_here > 1:
+        _share_cores(processes_here)
     if is_local and (processes > 1 or count > 1):
         os.environ.setdefault(GLOO_INTERFACE, LOOPBACK)
     # A variable, as LaunchConfig has it only from torch 2.12 on. Before, 30 s are fixed.

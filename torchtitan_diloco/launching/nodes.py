@@ -97,7 +97,7 @@ def check_endpoint(nodes: Nodes) -> None:
         raise UserError(f"{nodes.setting}{nodes.endpoint}: {error}") from error
 
 
-def why_not_met(nodes: Nodes, patience: float, error: Exception) -> str:
+def explain_no_meeting(nodes: Nodes, patience: float, error: Exception) -> str:
     """Return why the nodes did not meet, from the error of torch or of `wait_for_first_node`."""
     endpoint = f"{nodes.setting}{nodes.endpoint}"
     if nodes.rank == 0 and "EADDRINUSE" in str(error):  # since `check_endpoint`

@@ -52,7 +52,7 @@ def missing(config: Config) -> Iterator[str]:
     """Yield what has to be installed, found, downloaded and prepared, in this order."""
     files = [*_missing_files(config)]
     stores = [config.checkpoint.mirror, config.islands.join]
-    boards = {name: found[0] for name in config.metrics.boards if (found := find(BOARDS, name))}
+    boards = {name: match[0] for name in config.metrics.boards if (match := find(BOARDS, name))}
     sources = [
         entry
         for name, entry in SOURCES.items()
@@ -94,9 +94,9 @@ def _missing_interfaces(config: Config) -> Iterator[str]:
 def _check_folder(config: Config) -> None:
     folder = Path(config.run.folder).expanduser()
     above = (folder, *folder.parents)
-    there = next(path for path in above if os.path.exists(path))  # noqa: PTH110
-    if config.run.folder and not (there.is_dir() and os.access(there, os.W_OK)):
-        reason = f"{there} is not a writable folder: choose another"
+    existing = next(path for path in above if os.path.exists(path))  # noqa: PTH110
+    if config.run.folder and not (existing.is_dir() and os.access(existing, os.W_OK)):
+        reason = f"{existing} is not a writable folder: choose another"
         raise UserError(f'run.folder = "{config.run.folder}": {reason}')
 
 

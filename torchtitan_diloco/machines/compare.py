@@ -211,12 +211,12 @@ def _check(config: Config, write: Path) -> None:
         )
     try:
         write.parent.mkdir(parents=True, exist_ok=True)
-        ours = not write.exists() or write.read_bytes().startswith(MARK.encode())
+        may_write = not write.exists() or write.read_bytes().startswith(MARK.encode())
     except OSError as error:
         raise UserError(
             f"--write {write}: {error.strerror}: give the path of a new file"
         ) from error
-    if not ours:
+    if not may_write:
         raise UserError(f"--write {write}: another file exists there: give the path of a new file")
 
 
@@ -245,12 +245,12 @@ def _agree(
         "processes (NPROC, CUDA_VISIBLE_DEVICES)": str(processes),
         "name of --write": options.write.stem,
     }
-    both = pair.exchange(Machine(socket.gethostname(), facts))
-    say(f"connected to {both[1 - pair.rank].name}")
-    numbered = {f"on machine {rank}": machine.facts for rank, machine in enumerate(both)}
+    machines = pair.exchange(Machine(socket.gethostname(), facts))
+    say(f"connected to {machines[1 - pair.rank].name}")
+    numbered = {f"on machine {rank}": machine.facts for rank, machine in enumerate(machines)}
     if differences := find_differences(numbered):
         raise UserError(f"the two machines differ: {'; '.join(differences)}; use the same on both")
-    names = [machine.name for machine in both]
+    names = [machine.name for machine in machines]
     return names if names[0] != names[1] else [f"machine {rank}" for rank in range(MACHINES)]
 
 
@@ -279,9 +279,9 @@ def _measure_steps(
     trial.wait_for_steps(since=begun, is_enough=is_enough, meanwhile=look)
     if pair is not None:
         pair.exchange("measured", trial.check)  # it trains until the other has measured, too
-    mine = _step_times(warm(trial.steps(begun)), trial.threads, config)
-    say(f"measured {counted(mine.count, 'step')} of {brief(mine.mean_seconds)}")
-    return [mine] if pair is None else pair.exchange(mine)
+    own_times = _step_times(warm(trial.steps(begun)), trial.threads, config)
+    say(f"measured {counted(own_times.count, 'step')} of {brief(own_times.mean_seconds)}")
+    return [own_times] if pair is None else pair.exchange(own_times)
 
 
 def _progress_report(seconds: float) -> Callable[[list[Step]], None]:
@@ -293,8 +293,9 @@ def _progress_report(seconds: float) -> Callable[[list[Step]], None]:
         if time.monotonic() > told_at + SAY_SECONDS:
             told_at = time.monotonic()
             last = f"the last of {brief(steps[-1].seconds)}, " if steps else ""
-            took = sum(step.seconds for step in steps)
-            say(f"{counted(len(steps), 'step')} so far, {last}{took:.0f} of {2 * seconds:.0f} s")
+            seconds_so_far = sum(step.seconds for step in steps)
+            progress = f"{seconds_so_far:.0f} of {2 * seconds:.0f} s"
+            say(f"{counted(len(steps), 'step')} so far, {last}{progress}")
 
     return report
 
@@ -309,7 +310,7 @@ def _step_times(steps: Sequence[Step], threads: int, config: Config) -> StepTime
     return StepTimes.of(steps, device=describe_device(device), crowded=crowding)
 
 
-class Link(msgspec.Struct):
+class LinkSpeeds(msgspec.Struct):
     bits_per_second: float
     latency_seconds: float
     description: str
@@ -318,14 +319,14 @@ class Link(msgspec.Struct):
     """Network interface that leads to the other machine, if gloo would choose another one."""
 
 
-def _given_link(options: argparse.Namespace) -> Link:
+def _given_link(options: argparse.Namespace) -> LinkSpeeds:
     latency = options.latency or 0.0
     rate = quantity(options.bandwidth, "bit/s")
     text = f"{rate}, latency {quantity(latency, 's')} one way, as given"
-    return Link(options.bandwidth, latency_seconds=latency, description=text)
+    return LinkSpeeds(options.bandwidth, latency_seconds=latency, description=text)
 
 
-def _measured_link(pair: "Pair", config: Config, load: "Workload") -> Link:
+def _measured_link(pair: "Pair", config: Config, load: "Workload") -> LinkSpeeds:
     from torchtitan_diloco.machines.pair import measure_all_reduce, measure_link, slower
     from torchtitan_diloco.models.parallelize import DTYPES
 
@@ -333,11 +334,11 @@ def _measured_link(pair: "Pair", config: Config, load: "Workload") -> Link:
     is_one_machine = is_loopback(pair.addresses[0])
     used = load.ranks * (1 if is_one_machine else config.diloco.link.streams_of_rank(load.ranks))
     counts = sorted({1, used})
-    ways = measure_link(pair, counts, say)
-    round_trip = min(way.round_trip for way in ways)
+    directions = measure_link(pair, counts, say)
+    round_trip = min(direction.round_trip for direction in directions)
     interface = "" if config.diloco.link.interface else _other_interface(pair.addresses[0])
     size = max(load.buckets())
-    rate = slower(ways, used)
+    rate = slower(directions, used)
     all_reduce = measure_all_reduce(
         pair,
         parameters=size,
@@ -347,14 +348,14 @@ def _measured_link(pair: "Pair", config: Config, load: "Workload") -> Link:
         say=say,
     )
     rates = (
-        f"{quantity(slower(ways, count), 'bit/s')} with {counted(count, 'TCP stream')}"
+        f"{quantity(slower(directions, count), 'bit/s')} with {counted(count, 'TCP stream')}"
         for count in counts
     )
     text = (
         f"round trip {quantity(round_trip, 's')}; {', '.join(rates)} in the "
         f"slower direction; {quantity(all_reduce, 'bit/s')} in an all-reduce"
     )
-    return Link(
+    return LinkSpeeds(
         rate,
         latency_seconds=round_trip / 2,
         description=text,
@@ -372,21 +373,21 @@ def _answer(
     load: "Workload",
     *,
     machines: tuple[list[str], list[StepTimes]],
-    link: Link,
+    link: LinkSpeeds,
     rank: int,
 ) -> None:
     """Print the comparison, write the settings of its best row, and print how to start them."""
     from torchtitan_diloco.machines.comparison import best_of, compare, table, verdict
 
     names, times = machines
-    two = times * MACHINES if len(times) == 1 else times  # another one like it
-    conditions = _conditions(two, link, config)
+    times_of_both = times * MACHINES if len(times) == 1 else times  # another one like it
+    conditions = _conditions(times_of_both, link, config)
     rows = compare(
         load,
         conditions,
         given=config.diloco,
         names=names,
-        ranges=[steps.ends for steps in two],
+        ranges=[steps.ends for steps in times_of_both],
     )
     doubts = list(doubts_about(names, times))
     best = None if doubts else best_of(rows)
@@ -399,12 +400,12 @@ def _answer(
         "them on each machine"
     )
     for name, steps in zip(names, times, strict=True):
-        each = f"a step in {brief(steps.mean_seconds)} +- {brief(steps.deviation)}"
+        step_text = f"a step in {brief(steps.mean_seconds)} +- {brief(steps.deviation)}"
         if not steps.is_steady:
             least, most = map(brief, steps.ends)
-            part = f"1/{len(steps.block_seconds)}"
-            each += f", {least} to {most} on average over {part} of the time"
-        print(f"{name}: {steps.device}; {each} ({counted(steps.count, 'step')})")
+            share = f"1/{len(steps.block_seconds)}"
+            step_text += f", {least} to {most} on average over {share} of the time"
+        print(f"{name}: {steps.device}; {step_text} ({counted(steps.count, 'step')})")
     print(f"link: {link.description}\n\n{table(load, rows, best)}\n")
     print("GB up: each of two machines sends so much, and receives as much from the other\n")
     if best is None:
@@ -413,13 +414,13 @@ def _answer(
         return
     print(verdict(rows, best))
     former = _write(options, config, best, link)
-    kept = f"; what it said before is in {shlex.quote(str(former))}" if former else ""
+    note = f"; what it said before is in {shlex.quote(str(former))}" if former else ""
     how = _how_to_start(options, best, link=link, rank=rank)
     written = shlex.quote(str(options.write))
-    print(f"\nwrote {written}, with the settings of the row with *{kept}\n{how}")
+    print(f"\nwrote {written}, with the settings of the row with *{note}\n{how}")
 
 
-def _conditions(times: Sequence[StepTimes], link: Link, config: Config) -> "Conditions":
+def _conditions(times: Sequence[StepTimes], link: LinkSpeeds, config: Config) -> "Conditions":
     from torchtitan_diloco.planner.prediction import Conditions
 
     on_gpu = _on_gpu(config)
@@ -435,7 +436,9 @@ def _conditions(times: Sequence[StepTimes], link: Link, config: Config) -> "Cond
     )
 
 
-def _write(options: argparse.Namespace, config: Config, best: "Row", link: Link) -> Path | None:
+def _write(
+    options: argparse.Namespace, config: Config, best: "Row", link: LinkSpeeds
+) -> Path | None:
     """Write the settings of the best row. Return where their file is kept if it had others."""
     path: Path = options.write
     comment = f"{MARK.removeprefix('# ')}{best.name}; {link.description}"
@@ -451,7 +454,7 @@ def _write(options: argparse.Namespace, config: Config, best: "Row", link: Link)
     return former
 
 
-def _how_to_start(options: argparse.Namespace, best: "Row", link: Link, rank: int) -> str:
+def _how_to_start(options: argparse.Namespace, best: "Row", link: LinkSpeeds, rank: int) -> str:
     """Return the command that starts the run on this machine."""
     start = f"{command_line('train')} --config {shlex.quote(str(options.write))}"
     start += f" --run.folder runs/{shlex.quote(options.write.stem)}"
@@ -474,14 +477,14 @@ def _other_interface(address: str) -> str:
     """Return the network interface that has this address, if gloo would choose another one."""
     from torchtitan_diloco.distributed.world import interface_and_address
 
-    leads = ""
+    interface = ""
     for name, interface_address in interfaces().items():
         if interface_address == address:
-            leads = name
+            interface = name
             break
     try:
         chosen = interface_and_address("")[0]
     except OSError:
         chosen = ""
     is_given = bool(os.environ.get(GLOO_INTERFACE))
-    return "" if is_given or leads == chosen else leads
+    return "" if is_given or interface == chosen else interface

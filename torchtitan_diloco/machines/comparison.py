@@ -130,8 +130,8 @@ def table(load: Workload, rows: Sequence[Row], best: Row | None) -> str:
         parties = load.traffic(row.diloco).parties(
             load.plan.tokens_per_step / row.tokens_per_second
         )
-        sent = [gigabytes(size) for one in parties for size in (one.hour.sent, one.run.sent)]
-        each = [
+        sent = [gigabytes(size) for party in parties for size in (party.hour.sent, party.run.sent)]
+        row_cells = [
             f"* {row.name}" if row is best else row.name,
             _range(f"{speed:,.{0 if speed >= 100 else 2}f}" for speed in speeds),
             _range(hours(tokens / speed) for speed in reversed(speeds)),
@@ -139,8 +139,8 @@ def table(load: Workload, rows: Sequence[Row], best: Row | None) -> str:
             *(sent or ["", ""]),
         ]
         if is_priced(price):
-            each.append(few_digits(cost(parties, price)[1], 2) if parties else "")
-        cells.append(each)
+            row_cells.append(few_digits(cost(parties, price)[1], 2) if parties else "")
+        cells.append(row_cells)
     columns = ["", "tokens/s", "hours", "of one machine", "GB up an hour", "GB up a run"]
     return markdown_table(columns + ["cost of a run"] * is_priced(price), cells)
 
@@ -153,7 +153,9 @@ def _fastest_alone(rows: Sequence[Row]) -> Row:
 def _gain(row: Row, alone: Row) -> str:
     """Return how many times as fast a row is as one machine alone, under the same conditions."""
     pairs = zip(row.least_and_most, alone.least_and_most, strict=True)
-    return _range(times(gain) for gain in sorted(speed / one for speed, one in pairs))
+    return _range(
+        times(gain) for gain in sorted(speed / speed_alone for speed, speed_alone in pairs)
+    )
 
 
 def _range(ends: Iterable[str]) -> str:
@@ -178,10 +180,10 @@ def verdict(rows: Sequence[Row], best: Row) -> str:
     if best.machine is not None:
         return f"* {best.name} is about as fast as both together: a second machine gains nothing"
     data_parallel = next(row for row in rows if row.machine is None)
-    ways = {"the row with *": best}
+    named = {"the row with *": best}
     if best is not data_parallel:
-        ways[data_parallel.name] = data_parallel
+        named[data_parallel.name] = data_parallel
     gains = []
-    for name, way in ways.items():
-        gains.append(f"{name} makes two machines {_gain(way, alone)} as fast as {alone.name}")
+    for name, row in named.items():
+        gains.append(f"{name} makes two machines {_gain(row, alone)} as fast as {alone.name}")
     return "; ".join(gains)

@@ -21,7 +21,6 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
 import torch
@@ -54,18 +53,15 @@ from torchtitan_diloco.machines.link import (
     measure,
     ping,
 )
-from torchtitan_diloco.machines.location import Location
+from torchtitan_diloco.machines.location import Hop, Location
 
 PACKET = 2**16
-MOST_APART = 60.0  # seconds between two clocks, which put the records of a run in one order
 NOT_ARRIVING = (
     "packets of 64 KB do not arrive, but small ones do: lower the MTU (ip link set DEVICE mtu 1280)"
 )
 MOST_NAMED = 10
 """Maximum number of damaged files to name."""
 DRIVER = Path("/proc/driver/nvidia/version")
-Hop: TypeAlias = tuple[str, Callable[[], str]]
-"""Name of a check, and a function that returns its result or raises an error with a remedy."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.join:
             good &= examine_location(options.join, streams)
         if endpoint:
-            way = chain(address_hops(*endpoint), endpoint_hops(*endpoint, streams))
-            good &= run_hops(way)
+            hops = chain(address_hops(*endpoint), endpoint_hops(*endpoint, streams))
+            good &= run_hops(hops)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
@@ -202,15 +198,20 @@ def _compare_arithmetic(host: str, port: int) -> str:
         raise UserError(
             "the other machine has a different version: install the same version on both"
         ) from error
-    machine, theirs = message
-    check_arithmetic(arithmetic.compute_all(), theirs, machine)
-    return f"{arithmetic.short_digest(theirs)} here and on {machine}"
+    machine, their_results = message
+    check_arithmetic(arithmetic.compute_all(), their_results, machine)
+    return f"{arithmetic.short_digest(their_results)} here and on {machine}"
 
 
-def check_arithmetic(mine: arithmetic.Results, theirs: arithmetic.Results, there: str) -> None:
+def check_arithmetic(
+    own_results: arithmetic.Results, their_results: arithmetic.Results, other_machine: str
+) -> None:
     """Raise a UserError that names the operations whose results differ."""
-    both = {f"there ({there})": theirs, f"here ({describe_machine()})": mine}
-    if differences := find_differences(both):
+    results = {
+        f"there ({other_machine})": their_results,
+        f"here ({describe_machine()})": own_results,
+    }
+    if differences := find_differences(results):
         raise UserError(
             "the machines compute different bits, so their shared copies would "
             "differ; use another machine, or another version of torch (here "
@@ -225,9 +226,9 @@ def _corpus(folder: Path) -> str:
     size, damaged = find_damage(folder.expanduser())
     if damaged:
         named = "; ".join(damaged[:MOST_NAMED])
-        more = f"; and {len(damaged) - MOST_NAMED} more" if len(damaged) > MOST_NAMED else ""
+        others = f"; and {len(damaged) - MOST_NAMED} more" if len(damaged) > MOST_NAMED else ""
         remedy = "copy these files again, or prepare the corpus again"
-        raise UserError(f"{len(damaged)} of {size} are damaged: {named}{more}: {remedy}")
+        raise UserError(f"{len(damaged)} of {size} are damaged: {named}{others}: {remedy}")
     return f"{size}, all with the right checksums"
 
 
@@ -340,7 +341,7 @@ def examine_location(text: str, streams: int) -> bool:
     location = Location(text, streams)
     try:
         server = location.server()
-        way = address_hops(*server) if server else []
-        return run_hops(chain(way, location.checks()))
+        hops = address_hops(*server) if server else []
+        return run_hops(chain(hops, location.checks()))
     finally:
         location.close()

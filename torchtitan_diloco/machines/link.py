@@ -250,13 +250,13 @@ class _Answer(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         room = memoryview(bytearray(2**20))
         while head := self.request.recv(8, socket.MSG_WAITALL):
-            [left] = struct.unpack("!Q", head)
-            if left == QUESTION:
+            [bytes_left] = struct.unpack("!Q", head)
+            if bytes_left == QUESTION:
                 text = self.server.text  # type: ignore[attr-defined]
                 self.request.sendall(struct.pack("!Q", len(text)) + text)
                 continue
-            while left:
-                left -= (count := self.request.recv_into(room[:left]))
+            while bytes_left:
+                bytes_left -= (count := self.request.recv_into(room[:bytes_left]))
                 if not count:
                     return
             self.request.sendall(b".")
@@ -268,7 +268,7 @@ class Listener(socketserver.ThreadingTCPServer):
     text = b""
 
     def handle_error(self, *_: object) -> None:
-        """The other end has closed the connection, which is allowed."""
+        """Ignore that the other end has closed the connection, which is allowed."""
 
 
 def listen(host: str, port: int = 0, *, text: bytes = b"") -> Listener:

@@ -31,11 +31,15 @@ CALLS = 10
 """Number of calls whose median counts."""
 MOST_APART = 60.0
 """Seconds between two clocks above which one of them is wrong."""
-LEAST, MOST = 2**18, 2**26
-"""Bytes to measure a rate with."""
+LEAST_BYTES = 2**18
+"""Bytes to measure a rate with, at first."""
+MOST_BYTES_MEASURED = 2**26
+"""Bytes to measure a rate with, at most."""
 MEASURED_SECONDS = 1.0
-OPERATIONS, POLLS = 10, 2
-"""Calls and polls between a send and the version that contains it, beside the transfers."""
+OPERATIONS = 10
+"""Calls between a send and the version that contains it, beside the transfers."""
+POLLS = 2
+"""Polls between a send and the version that contains it."""
 
 
 @dataclass
@@ -53,7 +57,7 @@ class Location:
     """A location, which is opened by the first check that is called."""
 
     def __init__(self, location: str, streams: int) -> None:
-        """`streams`: connections of an island."""
+        """Name the location, which is opened later. `streams`: connections of an island."""
         self._location = location
         self._streams = streams
         self._join: JoinFile | None = None
@@ -109,8 +113,8 @@ class Location:
         try:
             self.store.replace(note, b"one")
             self.store.replace(note, b"two")
-            found = self.store.get(note)
-            if found is None or found.content != b"two":
+            read_back = self.store.get(note)
+            if read_back is None or read_back.content != b"two":
                 raise UserError(
                     f"{note} was replaced, and what is read is older: use a store that returns "
                     "what was last written"
@@ -157,13 +161,13 @@ class Location:
         return ", ".join(f"{verb} {brief(seconds)}" for verb, seconds in medians.items())
 
     def _measure_rates(self) -> str:
-        size = LEAST
+        size = LEAST_BYTES
         for streams in sorted({1, self._streams}):
             while True:  # long enough to measure, and not longer
                 rate, seconds = self._measure(size, streams)
-                if seconds > MEASURED_SECONDS / 2 or size == MOST:
+                if seconds > MEASURED_SECONDS / 2 or size == MOST_BYTES_MEASURED:
                     break
-                size = min(MOST, 4 * size)
+                size = min(MOST_BYTES_MEASURED, 4 * size)
             self._rates[streams] = rate
         lines = [
             f"{rate} with {counted(streams, 'connection')}" for streams, rate in self._rates.items()
@@ -191,9 +195,9 @@ class Location:
             raise UserError(explain_unreadable(self.store.location, error)) from None
         if decision is None:
             return "no island has founded one here"
-        said = f"{decision.run}, {_phase(decision)}"
+        summary = f"{decision.run}, {_phase(decision)}"
         if not decision.fragments or decision.ended:
-            return said
+            return summary
         settings = decision.settings
         steps = [seen.step_seconds for seen in decision.seen if seen and seen.step_seconds]
         step = statistics.median(steps) if steps else 0.0
@@ -205,13 +209,13 @@ class Location:
         needed += POLLS * settings.poll_seconds + OPERATIONS * self._round_trip
         part = f"a part of {size / 1e6:.3g} MB and its version take {brief(needed)}"
         if needed <= waits:
-            return f"{said}; {part}, and islands wait {brief(waits)} for them"
+            return f"{summary}; {part}, and islands wait {brief(waits)} for them"
         delay = math.ceil(needed / step) if step else 0
         remedy = f"islands change grace {math.ceil(needed)}"
         if 0 < delay < settings.sync_every:
             remedy = f"islands change delay {delay}, or {remedy}"
         raise UserError(
-            f"{said}: {part} over this link, and islands wait {brief(waits)} for them, so that "
+            f"{summary}: {part} over this link, and islands wait {brief(waits)} for them, so that "
             f"parts of this island come late: {remedy}, or fewer bits"
         )
 

@@ -88,21 +88,23 @@ class Pair:
     def addresses(self) -> tuple[str, str]:
         """The addresses of this machine and of the other."""
         ends = self._connection.getsockname(), self._connection.getpeername()
-        here, there = (str(end[0]).removeprefix("::ffff:") for end in ends)
-        return here, there
+        own_address, other_address = (str(end[0]).removeprefix("::ffff:") for end in ends)
+        return own_address, other_address
 
-    def exchange(self, mine: Value, meanwhile: Callable[[], None] = lambda: None) -> list[Value]:
+    def exchange(
+        self, own_value: Value, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[Value]:
         """Send a value to the other machine, and return the values of both, in order of rank.
 
         `meanwhile` is called repeatedly until the other value arrives.
         """
-        self._send(Message(value=msgspec.Raw(msgspec.json.encode(mine))))
+        self._send(Message(value=msgspec.Raw(msgspec.json.encode(own_value))))
         self._raise_error()
         while not self._arrived:
             meanwhile()
             self.check(POLL_SECONDS)
-        theirs = self._decode(self._arrived.popleft().value, type(mine))
-        return [theirs, mine] if self.rank else [mine, theirs]
+        other_value = self._decode(self._arrived.popleft().value, type(own_value))
+        return [other_value, own_value] if self.rank else [own_value, other_value]
 
     def _decode(self, text: bytes | msgspec.Raw, kind: type[Value]) -> Value:
         try:
@@ -251,11 +253,11 @@ def measure_link(pair: Pair, counts: Iterable[int], say: Say) -> list[LinkSpeed]
 
     Raise an error if one machine cannot reach the other, as two workers must.
     """
-    here, there = pair.addresses
-    listener = listen(here)
+    own_address, other_address = pair.addresses
+    listener = listen(own_address)
     try:
         port = pair.exchange(int(listener.server_address[1]))[1 - pair.rank]
-        connect = partial(Sender, there, port)
+        connect = partial(Sender, other_address, port)
         speeds = dict[int, Speed]()
         for count in counts:
             say(f"measuring the link with {counted(count, 'TCP stream')}")
@@ -270,7 +272,7 @@ def measure_link(pair: Pair, counts: Iterable[int], say: Say) -> list[LinkSpeed]
     except OSError as error:
         pair.check()  # it may have ended, and says why
         raise UserError(
-            f"machine {pair.rank} cannot reach {pair.other} at {there}, port "
+            f"machine {pair.rank} cannot reach {pair.other} at {other_address}, port "
             f"{port}, which the system chose ({error}): open all ports between "
             "the two, because a run needs them "
             "(docs/troubleshooting.md#ports-and-security)"

@@ -132,10 +132,10 @@ def _uncertainty_of_mean(block_seconds: Sequence[float]) -> float:
 
 def warm(steps: Sequence[Step]) -> Sequence[Step]:
     """Return the steps of the second half of the time, without the one in its middle."""
-    left = sum(step.seconds for step in steps) / 2
+    seconds_to_skip = sum(step.seconds for step in steps) / 2
     for number, step in enumerate(steps):
-        left -= step.seconds
-        if left < 0:
+        seconds_to_skip -= step.seconds
+        if seconds_to_skip < 0:
             return steps[number + 1 :] or steps[number:]
     return steps
 
@@ -143,10 +143,10 @@ def warm(steps: Sequence[Step]) -> Sequence[Step]:
 def has_enough_steps(steps: Sequence[Step], seconds: float) -> bool:
     """Return whether steps were measured for so long, after as long to warm up, and vary so little
     that more of them change nothing, or were measured for long enough."""
-    took = sum(step.seconds for step in steps)
-    if took < 2 * seconds:
+    step_seconds = sum(step.seconds for step in steps)
+    if step_seconds < 2 * seconds:
         return False
-    return uncertainty(warm(steps)) <= STEADY or took >= LONGEST * seconds
+    return uncertainty(warm(steps)) <= STEADY or step_seconds >= LONGEST * seconds
 
 
 class Trial:
@@ -162,9 +162,15 @@ class Trial:
         trials: int,
         vocabulary: int,
     ) -> None:
-        """`words`: the arguments of a training with `config`. `workers`: number of workers that
-        will share a batch. `trials`: number of trials on this machine, which divide its cores as
-        the ranks of the run do. `vocabulary`: rows of the embedding."""
+        """Start a trial.
+
+        Args:
+            words: the arguments of a training with `config`.
+            workers: number of workers that will share a batch.
+            trials: number of trials on this machine, which divide its cores as the ranks of the
+                run do.
+            vocabulary: rows of the embedding.
+        """
         self._folder = TemporaryDirectory(prefix="torchtitan-diloco-compare-")
         self._log = Path(self._folder.name, "log.txt")
         self._records = Path(self._folder.name, "run", "worker-0", METRICS_FILE)
@@ -200,8 +206,8 @@ class Trial:
         }
         given = [word for key, value in settings.items() for word in (f"--{key}", value)]
         self._command = [sys.executable, "-m", "torchtitan_diloco", "train", *words, *given]
-        kept = {key: value for key, value in os.environ.items() if key not in OF_A_RUN}
-        self._environment = kept | {"NPROC": str(processes)}
+        environment = {key: value for key, value in os.environ.items() if key not in OF_A_RUN}
+        self._environment = environment | {"NPROC": str(processes)}
         if (ranks := trials * processes) > 1:
             self._environment.setdefault("OMP_NUM_THREADS", str(threads_of_process(ranks)))
 
@@ -236,7 +242,7 @@ class Trial:
         """Raise an error if the trial has ended, which it should not do."""
         if (code := self._process.poll()) is None:
             return
-        reason = what_it_said(self._log.read_text(errors="replace"))
+        reason = describe_output(self._log.read_text(errors="replace"))
         raise UserError(f"a trial of this config ended with exit code {code}: {reason}")
 
     def steps(self, since: float = 0.0) -> list[Step]:
@@ -299,7 +305,7 @@ def doubts_about(names: Sequence[str], times: Sequence[StepTimes]) -> Iterator[s
             yield f"{name} was crowded: {steps.crowded}; stop them"
 
 
-def what_it_said(printed: str) -> str:
+def describe_output(printed: str) -> str:
     """Return the first error, with its indented lines, as one line, or else the last line."""
     _, error, text = printed.partition("error: ")
     if not error:

@@ -35,8 +35,10 @@ def _elements_of_block(shape: Shape, index: int, checkpoint: ActivationCheckpoin
     if mode == "selective":
         inner = [shape.feed_forward] * (2 if is_gated else 1)
         products = [queries + 2 * keys, width, *inner, width]
-        kept = [size for number, size in enumerate(products, start=1) if number % checkpoint.every]
-        return width + queries + sum(kept)
+        kept_sizes = [
+            size for number, size in enumerate(products, start=1) if number % checkpoint.every
+        ]
+        return width + queries + sum(kept_sizes)
     # The inputs, factors and results of two norms; of the projections, rotations and attention; and
     # of the feed-forward layer.
     attention = 5 * queries + 4 * keys

@@ -41,7 +41,7 @@ class KeyValueCache:
     """
 
     def __init__(self, blocks: int, lengths: Sequence[int], new_tokens: int) -> None:
-        """`lengths`: of the beginnings. `new_tokens`: the most tokens that follow each of them."""
+        """Reserve a cache for beginnings of these lengths, and as many new tokens after each."""
         self._lengths = list(lengths)
         self._padded_length = max(lengths)
         self._filled = 0

@@ -125,8 +125,8 @@ def rotary_frequencies(shape: Shape, device: torch.device) -> Tensor:
     if shape.rotary_scaling == 1:
         return plain
     turns = SHORT_LENGTH / (2 * math.pi / plain)
-    kept = ((turns - LOW) / (HIGH - LOW)).clamp(0, 1)
-    return (1 - kept) * plain / shape.rotary_scaling + kept * plain
+    kept_share = ((turns - LOW) / (HIGH - LOW)).clamp(0, 1)
+    return (1 - kept_share) * plain / shape.rotary_scaling + kept_share * plain
 
 
 def rotary_table(positions: Tensor, frequencies: Tensor) -> Rotary:

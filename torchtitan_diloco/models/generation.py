@@ -34,7 +34,7 @@ def generate(
     `sequence_length`: the most tokens that the model reads. `document_mask`: whether a token
     attends to nothing before its document, which begins after a `stop`.
     """
-    found = [list[int]() for _ in prompts]
+    tokens_of_rows = [list[int]() for _ in prompts]
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]
     unfinished = list(range(len(prompts)))
     reader = ContextReader(
@@ -44,7 +44,7 @@ def generate(
         max_new_tokens=max_new_tokens if use_cache else 0,
     )
     for _ in range(max_new_tokens):
-        contexts = [[*prompts[row], *found[row]][-sequence_length:] for row in unfinished]
+        contexts = [[*prompts[row], *tokens_of_rows[row]][-sequence_length:] for row in unfinished]
         if document_mask:
             contexts = [last_document(context, stop) for context in contexts]
         logits = reader.next_logits(contexts)
@@ -52,14 +52,14 @@ def generate(
         for place, row in enumerate(unfinished):
             token = draw(logits[place], temperature, generators[row])
             if token != stop:
-                found[row].append(token)
+                tokens_of_rows[row].append(token)
                 stays.append(place)
         if not stays:
             break
         if len(stays) < len(unfinished):
             reader.keep(stays)
             unfinished = [unfinished[place] for place in stays]
-    return found
+    return tokens_of_rows
 
 
 def last_document(context: Sequence[int], end: int | None) -> list[int]:
@@ -94,7 +94,7 @@ class ContextReader:
     def __init__(
         self, model: nn.Module, *, vocab_size: int, sequence_length: int, max_new_tokens: int
     ) -> None:
-        """`max_new_tokens`: for how many to have a cache, 0 to have none."""
+        """Build a generator. `max_new_tokens`: for how many to have a cache, 0 to have none."""
         self._model = model
         self._vocab_size = vocab_size
         self._sequence_length = sequence_length

@@ -114,7 +114,7 @@ def best_interval(every: float, save: float) -> float:
 
 
 def one_job(fleet: Fleet, interval: float | None = None) -> Outlook:
-    """Data parallelism that is not elastic, and workers that are one job, fail alike."""
+    """Return the outlook of data parallelism that is not elastic, or of workers of one job."""
     if interval is None:
         interval = best_interval(fleet.every, fleet.save)
     pause = fleet.detect + fleet.restart
@@ -130,7 +130,8 @@ def one_job(fleet: Fleet, interval: float | None = None) -> Outlook:
 
 
 def elastic(fleet: Fleet, interval: float | None = None) -> Outlook:
-    """Data parallelism whose survivors have all state, and go on while chips are replaced."""
+    """Return the outlook of data parallelism whose survivors have all state, and go on while chips
+    are replaced."""
     if interval is None:
         interval = RARE * fleet.save
     pause = fleet.detect + fleet.rejoin
@@ -145,7 +146,10 @@ def elastic(fleet: Fleet, interval: float | None = None) -> Outlook:
 
 
 def islands(fleet: Fleet, rules: Rules, interval: float | None = None) -> Outlook:
-    """Islands of equal size. One that failed loses the work since its last part was stored."""
+    """Return the outlook of islands of equal size.
+
+    One that failed loses the work since its last part was stored.
+    """
     if interval is None:
         interval = RARE * fleet.save
     every = fleet.every * rules.islands

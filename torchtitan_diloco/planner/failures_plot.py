@@ -17,15 +17,15 @@ def write_plot(path: Path, fleet: Fleet, rules: Sequence[Rules]) -> None:
     """Draw the time that is lost, with the best interval of one job."""
     best = one_job(fleet)
     intervals = np.geomspace(60, max(86_400, 10 * best.interval), 100)
-    ways: list[Callable[..., Outlook]] = [one_job, elastic]
-    ways += [partial(islands, rules=rule) for rule in rules]
+    outlook_functions: list[Callable[..., Outlook]] = [one_job, elastic]
+    outlook_functions += [partial(islands, rules=rule) for rule in rules]
     with rc_context(STYLE | SVG):
         figure = Figure((7, 4), layout="constrained")
         label = "minutes between checkpoints"
         axes = figure.add_subplot(xscale="log", yscale="log", xlabel=label)
         axes.set_title("chips' time that is lost, %", loc="left")
-        for number, way in enumerate(ways):
-            outlooks = [way(fleet, interval=interval) for interval in intervals.tolist()]
+        for number, outlook_of in enumerate(outlook_functions):
+            outlooks = [outlook_of(fleet, interval=interval) for interval in intervals.tolist()]
             lost = [100 * (1 - outlook.goodput) for outlook in outlooks]
             color = series_color(number)
             axes.plot(intervals / 60, lost, color=color, label=outlooks[0].name)

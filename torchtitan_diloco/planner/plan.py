@@ -268,17 +268,17 @@ def streams_text(conditions: "Conditions", link: "Link", ranks: int) -> str:
     """Describe the TCP streams to another worker, and the buffers that they need."""
     in_flight = conditions.bytes_in_flight
     streams = ranks * link.streams_of_rank(ranks)
-    each = in_flight / streams
+    of_stream = in_flight / streams
     text = (
-        f"a link to another worker has {quantity(in_flight, 'B')} in flight, {quantity(each, 'B')} "
-        f"in each of {streams} TCP streams (diloco.link.streams)"
+        f"a link to another worker has {quantity(in_flight, 'B')} in flight, "
+        f"{quantity(of_stream, 'B')} in each of {streams} TCP streams (diloco.link.streams)"
     )
-    if each <= STREAM_BYTES:
+    if of_stream <= STREAM_BYTES:
         return f"{text}, as the default buffers of Linux allow"
     needed = math.ceil(in_flight / STREAM_BYTES)
     if needed <= MOST_STREAMS:
         return f"{text}, more than the default buffers of Linux allow: set it to {needed}"
-    most = 2 * math.ceil(each)  # half of a buffer is the window
+    most = 2 * math.ceil(of_stream)  # half of a buffer is the window
     return (
         f"{text}; on all machines: sysctl net.ipv4.tcp_rmem='4096 131072 {most}' "
         f"net.ipv4.tcp_wmem='4096 16384 {most}'"
@@ -291,8 +291,8 @@ def traffic_text(load: "Workload", diloco: "DiLoCoConfig", step_seconds: float) 
     from torchtitan_diloco.planner.ladder import halvings, halvings_text
 
     price = load.config.price
-    ways = ways_to_meet(load.traffic(diloco))
-    parties = {name: way.parties(step_seconds) for name, way in ways.items()}
+    meetings = ways_to_meet(load.traffic(diloco))
+    parties = {name: meeting.parties(step_seconds) for name, meeting in meetings.items()}
     fewer = {
         other: load.traffic(other).parties(step_seconds)
         for other in halvings(diloco, load.plan.total_steps)

@@ -18,16 +18,20 @@ LONGEST_PAUSE = 0.2
 """Longest of these pauses, in seconds: decisions and notes go on as soon as a cut is over."""
 LONGEST_LARGE_PAUSE = 2.0
 """The same for contents of some MB, of which a busy server is to get fewer."""
-QUIET_SECONDS, LONGEST_QUIET = 10.0, 60.0
+QUIET_SECONDS = 10.0
 """Minimum seconds between two log lines about the same verb, which grow with the failure."""
+LONGEST_QUIET = 60.0
+"""Seconds up to which they grow."""
 
 
 class Attempts:
     """Retries calls of a backend. Any thread may use this."""
 
     def __init__(self, location: str, patience: float, *, quiet: bool = False) -> None:
-        """`patience`: seconds for which a call is retried. `quiet`: log nothing, the caller
-        does."""
+        """Build the retries of one location.
+
+        `patience`: seconds for which a call is retried. `quiet`: log nothing, the caller does.
+        """
         self._location = location
         self._patience = patience
         self._quiet = quiet

@@ -78,7 +78,7 @@ class Bucket(Backend):
     """A bucket, below a path in it."""
 
     def __init__(self, location: str, join: JoinFile | None = None) -> None:
-        """`join`: server and login, otherwise those of the environment."""
+        """Open a bucket. `join`: server and login, otherwise those of the environment."""
         self._scheme = location.partition("://")[0]
         self._join = join
         self._has_worked = False
@@ -228,47 +228,47 @@ class Bucket(Backend):
         text, _, debug = str(error).partition("\n\nDebug source:")
         match = _STATUS.search(text)
         status = int(match[1]) if match else 0
-        said = ": ".join(_SAID.findall(text)) or text.rpartition(" - ")[2]
-        said = " ".join(said.split())[:300]
+        message = ": ".join(_SAID.findall(text)) or text.rpartition(" - ")[2]
+        message = " ".join(message.split())[:300]
         if _says(error, NO_BUCKET):
             return RefusedError(
-                f"{self.location}: there is no such bucket ({said}); create it, "
+                f"{self.location}: there is no such bucket ({message}); create it, "
                 "or check its name, region and endpoint"
             )
         if _says(error, OTHER_REGION):
             return RefusedError(
-                f"{self.location}: the bucket may be in another region ({said}); "
+                f"{self.location}: the bucket may be in another region ({message}); "
                 f"{self._region_remedy}"
             )
         if _says(error, WRONG_CLOCK):
-            return self._about_clock(said)
+            return self._about_clock(message)
         if _says(error, NO_LOGIN):
             return RefusedError(f"{self.location}: no credentials were found; {self._login_remedy}")
         if status == 401 or _says(error, WRONG_LOGIN):
             return RefusedError(
-                f"{self.location}: the credentials were refused ({said}); {self._login_remedy}"
+                f"{self.location}: the credentials were refused ({message}); {self._login_remedy}"
             )
         if PASSING_CODES.search(text):
-            return PassingError(f"status {status}: {said}", ANSWERED)
+            return PassingError(f"status {status}: {message}", ANSWERED)
         if self._is_other_server(text):
             return RefusedError(
-                f"{self.location}: the server there does not speak S3 (status {status}: {said}); "
-                "check its endpoint"
+                f"{self.location}: the server there does not speak S3 (status {status}: {message})"
+                "; check its endpoint"
             )
         if status == 507 or _says(error, FULL):
-            return FullError(f"{self.location}: {said}; free some space there")
+            return FullError(f"{self.location}: {message}; free some space there")
         if status == 403:
             return RefusedError(
                 f"{self.location}: these credentials have no permission to {verb} "
-                f"{name or 'all'} ({said}); grant it"
+                f"{name or 'all'} ({message}); grant it"
             )
         if status == 501:
             return self._without_conditions()
         if not status:
-            return self._unreached(said, debug)
+            return self._unreached(message, debug)
         if (status in PASSING or status >= 500) and not FINAL_CODES.search(text):
-            return PassingError(f"status {status}: {said}", ANSWERED)
-        return StoreError(f"{self.location}: cannot {verb} {name}: {said} (status {status})")
+            return PassingError(f"status {status}: {message}", ANSWERED)
+        return StoreError(f"{self.location}: cannot {verb} {name}: {message} (status {status})")
 
     def _is_other_server(self, text: str) -> bool:
         """Return whether an error is not one of S3, which says what was not found."""
@@ -276,7 +276,7 @@ class Bucket(Backend):
         is_wrong = match is not None and int(match[1]) in (400, 404, 405)
         return self._scheme == "s3" and is_wrong and "<Code>" not in text
 
-    def _unreached(self, said: str, debug: str) -> Exception:
+    def _unreached(self, message: str, debug: str) -> Exception:
         """Return an error about a server that gave no answer."""
         if certificate := _CERTIFICATE.search(debug):
             return RefusedError(f"{self.location}: {self._about_certificate(certificate[1])}")
@@ -287,13 +287,13 @@ class Bucket(Backend):
         if "kind: Timeout" in debug:
             return PassingError("no answer")
         cause = _CAUSE.search(debug)
-        return PassingError(cause[1] if cause else said)
+        return PassingError(cause[1] if cause else message)
 
-    def _about_clock(self, said: str) -> Exception:
+    def _about_clock(self, message: str) -> Exception:
         """Return an error about a wrong clock. That of a machine that was paused becomes right
         again, and one that was wrong from the start may not."""
         reason = (
-            f"the clock of this machine differs too much from that of the bucket ({said}); "
+            f"the clock of this machine differs too much from that of the bucket ({message}); "
             "set the clock, for example with NTP"
         )
         if self._has_worked:

@@ -32,6 +32,6 @@ class PassingError(Exception):
     """An attempt of a backend failed, and the next one may succeed. A Store repeats it."""
 
     def __init__(self, reason: str, remedy: str = "check that it can be reached from here") -> None:
-        """`remedy`: what to do if all attempts fail, or empty if the reason says it."""
+        """Note a `remedy`: what to do if all attempts fail, or empty if the reason says it."""
         super().__init__(reason)
         self.remedy = remedy

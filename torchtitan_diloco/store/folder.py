@@ -54,8 +54,11 @@ class Folder(Backend):
     kind = Kind.FOLDER
 
     def __init__(self, path: Path, *, make: bool = True) -> None:
-        """`make`: create the folder and its marker if they do not exist. Its parent must exist, to
-        detect typos."""
+        """Open a folder.
+
+        `make`: create it and its marker if they do not exist. Its parent must exist, to detect
+        typos.
+        """
         self.path = path.absolute()
         self.location = str(self.path)
         try:
@@ -303,12 +306,12 @@ def _transfer(
     call: Callable[[int, Sequence[Buffer]], int], file: FileIO, buffers: Sequence[Buffer]
 ) -> None:
     """Call `readv` or `writev` until all buffers are read or written, or the file ends."""
-    left = [memoryview(buffer) for buffer in buffers if len(buffer)]
-    while left and (count := call(file.fileno(), left)):
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
+    views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+    while views and (count := call(file.fileno(), views)):
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
         if count:
-            left[0] = left[0][count:]
+            views[0] = views[0][count:]
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -80,7 +80,7 @@ def read_join_file(path: Path) -> JoinFile:
     except ValueError as error:
         reason = " ".join(str(error).split())
         raise _error(path, f"it is no join file, which is TOML ({reason})") from None
-    known = [one.name for one in fields(JoinFile) if one.name != "path"]
+    known = [field.name for field in fields(JoinFile) if field.name != "path"]
     for key, value in table.items():
         if key not in known:
             raise _error(path, f"there is no key {key[:40]!r}; the keys are {', '.join(known)}")

@@ -64,7 +64,7 @@ class LargeObjects:
     """
 
     def __init__(self, store: Store, streams: int, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """`streams`: number of chunks in flight at a time, each over a separate connection."""
+        """Open `streams` connections: the number of chunks in flight at a time."""
         assert 0 < chunk_bytes <= CHUNK_BYTES
         self._store = store
         self._chunk_bytes = chunk_bytes

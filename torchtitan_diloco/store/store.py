@@ -32,8 +32,10 @@ RACES = 12
 """Races at once in the test of a store, each of two writers of a name. With more writers, SeaweedFS
 lets some of them wait for a lock for seconds, as it looks again after 1, 1.5, 2.25, ... seconds."""
 
-TEST, TEST_BYTES = "test-", 8
-"""The names in the test of a store: this, and random bytes in hexadecimal digits."""
+TEST = "test-"
+"""Beginning of the names in the test of a store."""
+TEST_BYTES = 8
+"""Random bytes that follow it, in hexadecimal digits."""
 LEFT_SECONDS = 3600.0
 """Seconds after which an object of such a test is left over."""
 
@@ -295,7 +297,7 @@ class Store:
                     [pool.submit(race.write, self, content) for content in race.contents]
                     for race in races
                 ]
-                winners = [[one.result() for one in pair] for pair in created]
+                winners = [[write.result() for write in pair] for pair in created]
                 self.ahead = max(pool.map(self._judge, races, winners))
             except StoreError:
                 one_by_one = self.with_patience(0.0)
@@ -384,14 +386,14 @@ def seal(content: Buffer, known: bytes = b"") -> Sealed:
 def unseal(place: str, sealed: Sealed) -> bytes:
     """Check a content, and return its checksum. Raise a DamagedObjectError that names its place."""
     content = sealed.content
-    found = bytes(sealed.seal)
-    if len(found) < SEAL_BYTES or not found.endswith(_MARK):
-        size = len(content) + len(found)
+    seal_bytes = bytes(sealed.seal)
+    if len(seal_bytes) < SEAL_BYTES or not seal_bytes.endswith(_MARK):
+        size = len(content) + len(seal_bytes)
         raise DamagedObjectError(
             f"{place} is truncated: its {size} bytes do not end with a checksum"
         )
     digest = checksum(content)
-    if found[:_CHECKSUM_BYTES] != digest:
+    if seal_bytes[:_CHECKSUM_BYTES] != digest:
         raise DamagedObjectError(
             f"{place} was altered: the checksum of its {len(content)} bytes differs"
         )

@@ -58,8 +58,11 @@ class GuardedBoard(Board):
     """A board that logs its first error, and never ends training by one."""
 
     def __init__(self, name: str, build: Callable[[], Board], *, is_new: bool) -> None:
-        """`name`: of the board, for the log. `is_new`: whether the run begins. A mistake of the
-        user is an error then, and later one of the board."""
+        """Build the board, and guard it.
+
+        `name`: of the board, for the log. `is_new`: whether the run begins. A mistake of the user
+        is an error then, and later one of the board.
+        """
         self._name = name
         self._failed = False
         self._board: Board | None = None
