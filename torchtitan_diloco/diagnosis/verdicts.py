@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchtitan_diloco.base.hardware import SHORT_OF_CORES
-from torchtitan_diloco.diagnosis.kinds import ALL, Cause, Kind, Verdict
+from torchtitan_diloco.diagnosis.kinds import Cause, Verdict
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.vitals import Report, Vitals
+from torchtitan_diloco.diloco.vitals import ALL, Kind, Report, Vitals
 
 FLOOR = 0.1
 """A share of the time of a step, or of a cycle, that is worth a verdict."""

@@ -16,14 +16,14 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.records import VerdictRecord
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config.schema import format_value
-from torchtitan_diloco.diagnosis.kinds import Kind, Verdict
+from torchtitan_diloco.diagnosis.kinds import Verdict
 from torchtitan_diloco.diagnosis.verdicts import Judge, Observation, without_short_of_cores
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.data_parallel import OuterLoop
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.reports import Reports
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
-from torchtitan_diloco.diloco.vitals import Report
+from torchtitan_diloco.diloco.vitals import Kind, Report
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.planner.ladder import settings_that_fit
 

@@ -11,7 +11,7 @@ from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS, Answer, Liveness
 from torchtitan_diloco.diloco.round import LEAST_LINK_BYTES, Traffic
 from torchtitan_diloco.diloco.transport import Header, Transport
-from torchtitan_diloco.diloco.vitals import STOPPED, STUCK, Action, Report, Vitals, absence
+from torchtitan_diloco.diloco.vitals import Action, Kind, Report, Vitals, absence
 
 HANG_STEPS = 10
 """A step hangs if it takes this multiple of the usual time, and at least `LATE_SECONDS`."""
@@ -137,7 +137,7 @@ class GlooReports(Reports):
             if why:
                 answer = answers.get(worker)
                 usual = said.vitals.step or self.vitals.step
-                why = why_absent(answer, usual, is_stuck=why == STUCK)
+                why = why_absent(answer, usual, is_stuck=why == Kind.STUCK)
                 what += f", and {_describe_answer(answer)}"
             late[name] = said._replace(absent=why, evidence=what)
         return late
@@ -158,7 +158,7 @@ class GlooReports(Reports):
             latest = arrivals.latest.get(worker)
             if latest is None:
                 waited = now - self._transport.traffic.header_sent
-                seen[worker] = STOPPED, f"its header has not arrived for {waited:.0f} s"
+                seen[worker] = Kind.STOPPED, f"its header has not arrived for {waited:.0f} s"
             elif not receives:
                 seen[worker] = "", "it has not received what was sent to it"
             elif arrivals.are_means and not others_came:
@@ -171,7 +171,7 @@ class GlooReports(Reports):
                 what = "its header has arrived, but none of its payload has"
                 if arrivals.are_means:
                     what = "the means of the others have arrived, but its mean has not"
-                seen[worker] = STUCK, f"{what} for {now - latest:.0f} s"
+                seen[worker] = Kind.STUCK, f"{what} for {now - latest:.0f} s"
         return seen
 
     def _still_seconds(self, worker: int, size: int) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_diloco.diloco.vitals import ALL, Kind
 from torchtitan_diloco.islands.past import Past
 from torchtitan_diloco.islands.rules.decision import (
     BARRED,
@@ -26,14 +27,7 @@ from torchtitan_diloco.islands.rules.decision import (
 from torchtitan_diloco.islands.rules.history import Sums
 from torchtitan_diloco.islands.rules.names import name_of
 from torchtitan_diloco.islands.rules.note import Note, NotedGauges, Part
-from torchtitan_diloco.islands.seen import (
-    ALL,
-    EVERYBODY,
-    is_moving,
-    is_silent,
-    kind_of,
-    reports_of,
-)
+from torchtitan_diloco.islands.seen import is_moving, is_silent, kind_of, reports_of
 
 STALE_SECONDS = 5.0
 """Seconds after which a new decision is missing: there is one each second."""
@@ -408,4 +402,4 @@ def _said(slot: Slot, seen: Seen) -> set[str]:
     kind = kind_of(seen.says)
     if not kind:
         return set()
-    return {f"{ALL if kind == EVERYBODY else name_of(slot.owner or '')}: {kind}"}
+    return {f"{ALL if kind == Kind.EVERYBODY else name_of(slot.owner or '')}: {kind}"}
