@@ -204,7 +204,7 @@ class SharedCopies:
         checksum = torch.zeros((), dtype=torch.int64)
         is_whole = True
         try:
-            with state.background(state.moment()):
+            with state.background(state.record_event()):
                 state.prepare(pieces(), replaces=header.codec == "fp32")
                 checksum = layout.checksum(state.delta).cpu()
         except BufferTakenError:
