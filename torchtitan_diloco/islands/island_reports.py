@@ -104,12 +104,12 @@ class Actions:
         self._unready = dict[str, int]()
         """Islands for which rounds do not wait, and the number of versions then."""
 
-    def update(self, decision: Decision, own: str) -> list[Action]:
-        """Return the actions that begin or end with a decision. `own`: name of this island."""
+    def update(self, decision: Decision, own_name: str) -> list[Action]:
+        """Return the actions that begin or end with a decision. `own_name`: of this island."""
         current = {
             (name, what): Action(name, what, EVIDENCE[what])
             for name, what in self._actions(decision)
-            if name != own
+            if name != own_name
         }
         begun = [action for key, action in current.items() if key not in self._standing]
         ended = [
