@@ -32,7 +32,8 @@ from benchmarks.hosts import StoreKind
 from benchmarks.network import INTERFACE
 from benchmarks.workers import BEGIN, Job, Run
 from torchtitan_diloco.components.records import read_json_lines
-from torchtitan_diloco.diagnosis.kinds import ALL, WORDS
+from torchtitan_diloco.diagnosis.kinds import WORDS
+from torchtitan_diloco.diloco.vitals import ALL
 
 STEP_SECONDS = 0.06
 MOST_SECONDS = 75.0

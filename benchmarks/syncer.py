@@ -40,7 +40,7 @@ from tests.waiting import wait_until
 from torchtitan_diloco.diloco.formats import island_formats
 from torchtitan_diloco.islands.layout import Layout, hexadecimal
 from torchtitan_diloco.islands.link import NOTE_SECONDS
-from torchtitan_diloco.islands.payload import Header, encode, memory_of
+from torchtitan_diloco.islands.payload import PartHeader, encode, memory_of
 from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.founding import Founding, encode_founding
 from torchtitan_diloco.islands.rules.fragment import Boundary
@@ -101,9 +101,9 @@ def build_model(parameters: int, fragments: int, codec: str) -> Model:
     return Model(
         rows,
         fragments,
-        memory_of(encode(copy, Header())),
+        memory_of(encode(copy, PartHeader())),
         hexadecimal(layout.checksum(copy)),
-        memory_of(encode(delta, Header(codec, 64))),
+        memory_of(encode(delta, PartHeader(codec, 64))),
     )
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.diagnosis import verdicts_in
-from torchtitan_diloco.diagnosis.kinds import ALL, Cause, Kind, Verdict
+from torchtitan_diloco.diagnosis.kinds import Cause, Verdict
+from torchtitan_diloco.diloco.vitals import ALL, Kind
 
 
 @pytest.mark.parametrize("kind", Kind)

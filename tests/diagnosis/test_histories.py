@@ -16,7 +16,7 @@ import pytest
 
 from torchtitan_diloco.diagnosis.kinds import Verdict
 from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, SETTLED, Judge, Observation
-from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Report, Vitals
+from torchtitan_diloco.diloco.vitals import Kind, Report, Vitals
 
 HISTORIES = sorted(Path(__file__).parent.glob("histories/*.jsonl"))
 MOST_SECONDS = 16.0
@@ -80,7 +80,8 @@ def test_all_recorded_faults_are_named_and_nothing_else() -> None:
 def test_a_verdict_comes_in_time(path: Path) -> None:
     found = replay(path)
     for verdict, rounds, seconds in found.verdicts[:1]:
-        waited = verdict.cause.kind in (STOPPED, HUNG, STUCK)  # before the judge was told
+        # Before the judge was told.
+        waited = verdict.cause.kind in (Kind.STOPPED, Kind.HUNG, Kind.STUCK)
         assert rounds >= (1 if waited else IN_A_ROW), "no verdict before the fault"
         settled = 0.0 if waited else SETTLED.get(verdict.cause.kind, 0.0)
         assert settled <= seconds + 0.5 <= MOST_SECONDS + 0.5

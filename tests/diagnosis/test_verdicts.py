@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_diloco.base.hardware import SHORT_OF_CORES
-from torchtitan_diloco.diagnosis.kinds import ALL, WORDS, Cause, Kind, Verdict
+from torchtitan_diloco.diagnosis.kinds import WORDS, Cause, Verdict
 from torchtitan_diloco.diagnosis.verdicts import (
     IN_A_ROW,
     LASTING,
@@ -20,7 +20,7 @@ from torchtitan_diloco.diagnosis.verdicts import (
     Observation,
 )
 from torchtitan_diloco.diloco.flags import NOT_FINITE
-from torchtitan_diloco.diloco.vitals import Report, Vitals
+from torchtitan_diloco.diloco.vitals import ALL, Kind, Report, Vitals
 
 CYCLE = 5.0
 ROUND = 6.0

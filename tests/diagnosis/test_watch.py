@@ -22,13 +22,13 @@ from torchtitan_diloco.base.hardware import GLOO_INTERFACE
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diagnosis import verdicts, watch
-from torchtitan_diloco.diagnosis.kinds import WORDS, Kind
+from torchtitan_diloco.diagnosis.kinds import WORDS
 from torchtitan_diloco.diagnosis.watch import Stacks
 from torchtitan_diloco.diloco import Link, liveness, reports
 from torchtitan_diloco.diloco.flags import NOT_FINITE
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.diloco.vitals import HUNG, NO_ROOM, STOPPED, STUCK, Action, Report, Vitals
+from torchtitan_diloco.diloco.vitals import Action, Kind, Report, Vitals
 from torchtitan_diloco.islands import IslandFencedError
 from torchtitan_diloco.launching import rank as rank_module
 from torchtitan_diloco.trainer import Trainer
@@ -71,7 +71,7 @@ def test_a_worker_that_is_slow_and_one_that_pauses_are_recorded_until_they_are_w
         assert (begun["over"], over["over"]) == (False, True)
         assert 20 <= begun["since"] <= begun["step"] < 50 < over["step"]
         assert begun["evidence"] == "0.1 s per step (the other worker: 0.02 s)"
-        late = [one for one in found if one["what"] == HUNG and 70 <= one["since"] <= 78]
+        late = [one for one in found if one["what"] == Kind.HUNG and 70 <= one["since"] <= 78]
         assert worker or [one["over"] for one in late] == [False, True]
         expected = (
             r"its header has not arrived for \d s, "
@@ -103,7 +103,7 @@ def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
     with patch.object(outer.peers.reports, "latest", lambda: said):
         for step in range(3):
             diagnosis.after_step(step)
-    stuck = Report(absent=STUCK, evidence="of its payload nothing for 12 s")
+    stuck = Report(absent=Kind.STUCK, evidence="of its payload nothing for 12 s")
     diagnosis.missing({"worker 2": stuck})
     with pytest.raises(WorkerLostError) as error, diagnosis:
         raise WorkerLostError([1], "connection closed")
@@ -133,7 +133,7 @@ def test_an_error_that_names_its_cause_has_no_hint_about_cores(
     assert note.startswith("b has sent wrong numbers")
 
 
-@pytest.mark.parametrize("absent", [STOPPED, HUNG, STUCK, NO_ROOM])
+@pytest.mark.parametrize("absent", [Kind.STOPPED, Kind.HUNG, Kind.STUCK, Kind.NO_ROOM])
 def test_other_workers_name_the_first_one_if_it_is_missing(
     absent: str, caplog: pytest.LogCaptureFixture
 ) -> None:

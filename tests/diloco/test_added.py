@@ -22,7 +22,7 @@ from torchtitan_diloco.diloco.outer_optimizers import OUTER_OPTIMIZERS
 from torchtitan_diloco.diloco.state_dict import saved_bytes
 from torchtitan_diloco.islands.layout import Layout
 from torchtitan_diloco.islands.merging import merge, outer_optimizer
-from torchtitan_diloco.islands.payload import Header, encode, memory_of, read_header
+from torchtitan_diloco.islands.payload import PartHeader, encode, memory_of, read_header
 from torchtitan_diloco.islands.rules.settings import Settings
 from torchtitan_diloco.islands.scratch import Scratch
 
@@ -96,7 +96,7 @@ def test_the_formats_of_the_page_have_their_values() -> None:
         codec.decode(payload, arrived)
         assert torch.equal(arrived, values)
         name = codec.name
-        content = memory_of(encode(values, Header(name)))
+        content = memory_of(encode(values, PartHeader(name)))
         assert read_header(content).codec == name, "islands can send it"
 
 
@@ -150,7 +150,7 @@ def test_the_syncer_of_islands_makes_the_step_of_an_added_optimizer(tmp_path: Pa
     before.complete(0)
     after = scratch.take(0)
     delta = torch.arange(15.0) - 7
-    parts = [(memory_of(encode(delta, Header())), 25)]
+    parts = [(memory_of(encode(delta, PartHeader())), 25)]
     assert merge(before, after, Layout(shapes), parts, settings, weight_of_all=25, clock=25)
     assert torch.equal(after.theta, before.theta - 0.25 * 25 / 100 * delta.sign())
     assert torch.equal(after.slots[0], 0.5 * delta)

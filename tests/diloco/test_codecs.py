@@ -15,7 +15,7 @@ from torchtitan_diloco.diloco.codecs.blocks import Int8Codec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.formats import FORMATS, Format, small_float
 
-BLOCK_CODECS = [name for name, form in FORMATS.items() if form.has_blocks]
+BLOCK_CODECS = [name for name, form in FORMATS.items() if "block_size" in form.reads]
 
 every_codec = pytest.mark.parametrize("name", FORMATS)
 every_block_codec = pytest.mark.parametrize("name", BLOCK_CODECS)

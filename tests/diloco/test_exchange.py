@@ -147,7 +147,7 @@ def test_streams_are_all_used_and_change_no_bit(
         assert all(map(torch.equal, means, others))
 
 
-def room_for_both(size: int, device: torch.device, *, is_read_in_place: bool = False) -> Bytes:
+def allocate_on_both(size: int, device: torch.device, *, is_read_in_place: bool = False) -> Bytes:
     assert not is_read_in_place
     return Bytes(*(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)))
 
@@ -158,7 +158,7 @@ def _by_way_of_the_host(workers: int, codec: str) -> list[Tensor]:
     world = join(workers)
     found = list[Tensor]()
     sizes = partial(chunk_and_window, on_gpu=True)
-    on_gpu = {"GPU_CHUNK": 2**18, "chunk_and_window": sizes, "room": room_for_both}
+    on_gpu = {"GPU_CHUNK": 2**18, "chunk_and_window": sizes, "allocate_bytes": allocate_on_both}
     elsewhere = "cpu:0"  # is not equal to the device of a tensor
     for patches, device in (({}, "cpu"), (on_gpu, "cpu"), (on_gpu, elsewhere)):
         made = build(world, codec, ROOM, patches, device)

@@ -14,11 +14,12 @@ from tests.diloco.reference import build_optimizer
 from tests.diloco.toy import AVERAGE_EVERY_STEP, config, full, inner_step, join, start
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.checksums import checksum
 from torchtitan_diloco.diloco.config import Fragments, OuterOptimizer
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.metrics import OUTER_METRICS, merge_parts
 from torchtitan_diloco.diloco.modes import Mode
-from torchtitan_diloco.diloco.outer_state import OuterState, checksum
+from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.outer_step import STEP_VALUES
 from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.distributed.world import WORKER

@@ -19,7 +19,7 @@ from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.layout import Layout, hexadecimal, shapes_of
 from torchtitan_diloco.islands.payload import (
     HEADER_BYTES,
-    Header,
+    PartHeader,
     decode,
     encode,
     memory_of,
@@ -140,7 +140,7 @@ class HandIsland:
         if self.machine.is_founder and not self._is_stored[1]:
             self._is_stored[1] = True
             for number, state in enumerate(self.states):
-                content = memory_of(encode(state.outer, Header()))
+                content = memory_of(encode(state.outer, PartHeader()))
                 assert self.run.large.create(founding_name(self.incarnation, number), content)
 
     # --- training ---------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class HandIsland:
         state.take_delta()
         state.finish_delta()
         settings = self.machine.settings
-        payload = memory_of(encode(state.delta, Header(settings.codec, settings.block_size)))
+        payload = memory_of(encode(state.delta, PartHeader(settings.codec, settings.block_size)))
         name = part_name(self.incarnation, part.fragment, part.number)
         assert self.run.large.create(name, payload)
         self.machine.on_stored(part, len(payload), 0.0)

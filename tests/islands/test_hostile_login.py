@@ -19,7 +19,7 @@ from tests.islands.test_bucket_server import SITE, Serving, serving
 from tests.islands.trainees import SAMPLES, TOKENS, Trainee, trained
 from tests.ports import free_port
 from torchtitan_diloco.islands.heard import MOST_LISTED
-from torchtitan_diloco.islands.payload import Header, encode, memory_of
+from torchtitan_diloco.islands.payload import PartHeader, encode, memory_of
 from torchtitan_diloco.islands.rules.decision import Fate
 from torchtitan_diloco.islands.rules.names import ISLAND, part_name
 from torchtitan_diloco.islands.rules.note import Note, Part, encode_note
@@ -165,7 +165,7 @@ class Attacker:
                 part = msgspec.structs.replace(part, codec="fp5", ranks=1024)
             case 7:
                 values = values[: elements // 2]
-        payload = memory_of(encode(values, Header()))
+        payload = memory_of(encode(values, PartHeader()))
         part = msgspec.structs.replace(part, size=0 if part.is_loss else len(payload))
         if way % 9 != 8:  # the last one is never stored
             self.run.large.create(

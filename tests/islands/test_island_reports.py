@@ -19,11 +19,10 @@ from tests.islands.rules.desk import A, B
 from tests.islands.trainees import Trainee
 from tests.islands.written_run import WrittenRun
 from tests.waiting import wait_until
-from torchtitan_diloco.diagnosis.kinds import ALL, Kind
 from torchtitan_diloco.diagnosis.verdicts import Judge, Observation
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
 from torchtitan_diloco.diloco.reports import STILL_SECONDS
-from torchtitan_diloco.diloco.vitals import HUNG, NO_ROOM, STOPPED, STUCK, Action, Vitals
+from torchtitan_diloco.diloco.vitals import ALL, Action, Kind, Vitals
 from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.islands.gauges import Gauges
 from torchtitan_diloco.islands.island_reports import (
@@ -81,7 +80,7 @@ def test_each_kind_of_verdict_has_a_code() -> None:
         ([], ""),
         (["b: stopped"], ""),
         (["a: slow compute", "b: stopped"], "slow compute"),
-        (["a: slow sending", "a: hung in communication"], STUCK),
+        (["a: slow sending", "a: hung in communication"], Kind.STUCK),
         ([f"{ALL}: everybody slow"], "everybody slow"),
         (["a: some other text", "nonsense"], ""),
     ],
@@ -159,22 +158,22 @@ def test_absent_islands_are_named_on_one_clock() -> None:
         run.note(B, step=20)
         run.pass_time(1.0)
     report = reports_of(run.state)["b"]
-    assert report.absent == HUNG
+    assert report.absent == Kind.HUNG
     assert report.evidence.startswith("its last step, 20, was 1")
     assert report.vitals == Vitals(), "those of old steps do not count"
     run.pass_time(10.0, listens=False)
-    assert reports_of(run.state)["b"].absent == HUNG, "the syncer could not listen"
+    assert reports_of(run.state)["b"].absent == Kind.HUNG, "the syncer could not listen"
     for _ in range(6):
         run.train(A)
         run.pass_time(1.0)
-    assert reports_of(run.state)["b"].absent == STOPPED
+    assert reports_of(run.state)["b"].absent == Kind.STOPPED
     assert reports_of(run.state)["a"].absent == ""
-    run.train(B, says=code_of([f"b: {STUCK}"], "b"))
+    run.train(B, says=code_of([f"b: {Kind.STUCK}"], "b"))
     run.pass_time(0.3)
-    assert reports_of(run.state)["b"].absent == STUCK
-    run.train(B, says=code_of([f"b: {NO_ROOM}"], "b"))
+    assert reports_of(run.state)["b"].absent == Kind.STUCK
+    run.train(B, says=code_of([f"b: {Kind.NO_ROOM}"], "b"))
     run.pass_time(1.0)
-    assert reports_of(run.state)["b"].absent == NO_ROOM
+    assert reports_of(run.state)["b"].absent == Kind.NO_ROOM
 
 
 @pytest.mark.parametrize("reason", ["is_idle", "compiles", "waits"])

@@ -12,7 +12,7 @@ from torchtitan_diloco.islands.layout import Layout, hexadecimal
 from torchtitan_diloco.islands.merging import MERGE_PIECE, Mean, apply_version, merge, read_outer
 from torchtitan_diloco.islands.payload import (
     HEADER_BYTES,
-    Header,
+    PartHeader,
     check_part,
     codec_for,
     cut,
@@ -39,7 +39,7 @@ def numbers(seed: int) -> Tensor:
     return torch.randn(LAYOUT.values, generator=torch.Generator().manual_seed(seed))
 
 
-def part_of(values: Tensor, header: Header) -> memoryview:
+def part_of(values: Tensor, header: PartHeader) -> memoryview:
     """Return the bytes of a part by several ranks."""
     codec = codec_for(header.codec, header.block_size)
     shards = list[Tensor]()
@@ -58,7 +58,7 @@ def part_of(values: Tensor, header: Header) -> memoryview:
 def test_a_rank_decodes_its_values_from_few_more_bytes_than_its_share(
     codec: str, ranks: int
 ) -> None:
-    header = Header(codec, 32)
+    header = PartHeader(codec, 32)
     content = bytearray(memory_of(encode(numbers(0), header)))
     whole = torch.cat([piece.values.clone() for piece in decode(content, [LAYOUT.values])])
     unit = codec_for(codec, 32).wire_bytes(UNIT)
@@ -80,7 +80,7 @@ def test_a_rank_decodes_its_values_from_few_more_bytes_than_its_share(
 def test_the_mean_does_not_depend_on_the_ranks_of_a_part(codec: str, ranks: int) -> None:
     """Except for the blocks of the codec, which are those of the shards."""
     mean = torch.empty(LAYOUT.values)
-    header = Header(codec, 32, ranks)
+    header = PartHeader(codec, 32, ranks)
     parts = [(part_of(numbers(seed), header), 3 + seed) for seed in (0, 1)]
     reading = Mean(SHAPES, parts)
     for start in range(0, LAYOUT.values, MERGE_PIECE):
@@ -93,7 +93,7 @@ def test_the_mean_does_not_depend_on_the_ranks_of_a_part(codec: str, ranks: int)
 
 def test_foreign_bytes_are_malformed() -> None:
     values = numbers(0)
-    content = bytes(memory_of(encode(values, Header("fp4_e3m0", 64))))
+    content = bytes(memory_of(encode(values, PartHeader("fp4_e3m0", 64))))
     part = Part(0, 1, 0, "0", 0, 1, size=len(content), codec="fp4_e3m0")
     check_part(bytearray(content), part, LAYOUT, 64)
     for wrong in (b"", content[:20], content[:-1], content + b"\0", b"x" + content[1:]):
@@ -102,7 +102,7 @@ def test_foreign_bytes_are_malformed() -> None:
     with pytest.raises(MalformedError):
         check_part(bytearray(content), part, LAYOUT, 32)
     with pytest.raises(MalformedError):
-        read_header(Header("topk").pack())
+        read_header(PartHeader("topk").pack())
 
 
 def new_settings(codec: str, outer: str = "nesterov") -> Settings:
@@ -138,7 +138,7 @@ def test_what_is_rounded_away_goes_with_the_next_version(tmp_path: Path) -> None
     for seed in range(6):
         codec = ["fp4_e3m0", "fp32", "fp4_e3m0"][seed // 2]
         delta = 0.01 * numbers(seed)
-        part = memory_of(encode(delta, Header("fp4_e3m0")))
+        part = memory_of(encode(delta, PartHeader("fp4_e3m0")))
         after = scratch.take(0)
         merged = merge(
             state, after, LAYOUT, [(part, 5)], new_settings(codec), weight_of_all=5, clock=5
@@ -160,7 +160,7 @@ def test_a_version_that_is_not_finite_is_dropped(tmp_path: Path) -> None:
     state = begun(scratch)
     delta = numbers(0)
     delta[-1] = 3e38
-    parts = [(memory_of(encode(delta, Header())), 1)]
+    parts = [(memory_of(encode(delta, PartHeader())), 1)]
     after = scratch.take(0)
     settings = new_settings("fp32", "adam")
     merged = merge(state, after, LAYOUT, parts, settings, weight_of_all=1, clock=1)
@@ -173,7 +173,7 @@ def test_a_version_that_is_not_finite_is_dropped(tmp_path: Path) -> None:
 def test_a_part_of_the_weight_makes_a_part_of_the_step(tmp_path: Path) -> None:
     scratch = Scratch(tmp_path, [SHAPES], slots=1)
     state = begun(scratch)
-    parts = [(memory_of(encode(numbers(0), Header())), 10)]
+    parts = [(memory_of(encode(numbers(0), PartHeader())), 10)]
     settings = new_settings("fp32")
     found = list[Tensor]()
     for weight_of_all in (10, 20):
@@ -182,7 +182,7 @@ def test_a_part_of_the_weight_makes_a_part_of_the_step(tmp_path: Path) -> None:
         found.append(after.theta - state.theta)
     torch.testing.assert_close(found[0], 2 * found[1])
     after = scratch.take(0)
-    idle = [(memory_of(encode(numbers(0), Header())), 0)]
+    idle = [(memory_of(encode(numbers(0), PartHeader())), 0)]
     merged = merge(state, after, LAYOUT, idle, settings, weight_of_all=0, clock=10)
     assert merged.content is not None
     assert merged.norms == [pytest.approx(float(numbers(0).norm()), rel=1e-4)]
@@ -199,7 +199,7 @@ def test_a_merge_finds_the_norm_of_each_part(
     bad = 1e30 * numbers(1)
     bad[-1] = math.nan
     parts = [
-        (memory_of(encode(values, Header(codec))), weight)
+        (memory_of(encode(values, PartHeader(codec))), weight)
         for values, weight in zip((good, bad), weights, strict=True)
     ]
     state = begun(scratch)

@@ -29,7 +29,7 @@ from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.islands import followers
 from torchtitan_diloco.islands.layout import Layout, Ranks, hexadecimal, shapes_of
-from torchtitan_diloco.islands.payload import Header, encode, encode_into, memory_of
+from torchtitan_diloco.islands.payload import PartHeader, encode, encode_into, memory_of
 from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.names import PART
 from torchtitan_diloco.islands.rules.note import Part
@@ -152,7 +152,7 @@ def two_downloads(chosen: DiLoCoConfig) -> tuple[list[str], list[str]]:
     for seed in (1, 2):
         if world.rank == 0:
             whole = torch.randn(layouts[0].values, generator=torch.Generator().manual_seed(seed))
-            content = bytearray(memory_of(encode(whole, Header())))
+            content = bytearray(memory_of(encode(whole, PartHeader())))
             expected.append(hexadecimal(Layout(layouts[0].shapes).checksum(whole)))
             assert copies.prepare(0, content, lambda: False) == expected[-1]
         dist.barrier(world.control)

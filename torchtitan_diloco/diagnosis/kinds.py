@@ -1,29 +1,9 @@
 """What a verdict can say, and how it is said to users."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
-ALL = "all"
-"""The culprit of a verdict about all workers."""
-
-
-class Kind(StrEnum):
-    """What is wrong."""
-
-    STOPPED = "stopped"
-    HUNG = "hung outside communication"
-    STUCK = "hung in communication"
-    NO_ROOM = "full store"
-    LOAD = "busy cores"
-    COMPUTE = "slow compute"
-    DATA = "slow data"
-    SAVE = "slow save"
-    LINK = "slow link"
-    SENDING = "slow sending"
-    RECEIVING = "slow receiving"
-    NUMBERS = "wrong numbers"
-    EVERYBODY = "everybody slow"
+from torchtitan_diloco.diloco.vitals import ALL, Kind
 
 
 class Words(NamedTuple):
@@ -101,6 +81,22 @@ WORDS = {
 }
 
 
+@dataclass(frozen=True)
+class Grammar:
+    """The words of a sentence about a verdict that depend on its culprit."""
+
+    subject: str
+    """With `{}` for the name of the culprit."""
+    pronoun: str
+    has: str
+    is_: str
+    was: str
+
+
+SINGULAR = Grammar(subject="{}", pronoun="it", has="has", is_="is", was="was")
+PLURAL = Grammar(subject="all workers", pronoun="they", has="have", is_="are", was="were")
+
+
 class Cause(NamedTuple):
     kind: Kind
     culprit: str
@@ -118,21 +114,12 @@ class Verdict:
     def __str__(self) -> str:
         kind, culprit = self.cause
         words = WORDS[kind]
-        subject = culprit
-        pronoun = "it"
-        has = "has"
-        is_ = "is"
-        was = "was"
-        if culprit == ALL:
-            subject = "all workers"
-            pronoun = "they"
-            has = "have"
-            is_ = "are"
-            was = "were"
-        elif kind is Kind.LINK:
-            subject = f"the link {culprit}"
+        grammar = PLURAL if culprit == ALL else SINGULAR
+        name = f"the link {culprit}" if kind is Kind.LINK else culprit
+        subject = grammar.subject.format(name)
         if self.over:
-            before = f"{pronoun} {was} {words.was} from step {self.since}"
-            return f"{subject} {is_} back to normal ({before})"
+            before = f"{grammar.pronoun} {grammar.was} {words.was} from step {self.since}"
+            return f"{subject} {grammar.is_} back to normal ({before})"
         evidence = self.evidence and f": {self.evidence}"
-        return f"{subject} {has} {words.has} since step {self.since}{evidence}. {words.remedy}"
+        begun = f"{subject} {grammar.has} {words.has} since step {self.since}{evidence}"
+        return f"{begun}. {words.remedy}"

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchtitan_diloco.base.hardware import SHORT_OF_CORES
-from torchtitan_diloco.diagnosis.kinds import ALL, Cause, Kind, Verdict
+from torchtitan_diloco.diagnosis.kinds import Cause, Verdict
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.vitals import Report, Vitals
+from torchtitan_diloco.diloco.vitals import ALL, Kind, Report, Vitals
 
 FLOOR = 0.1
 """A share of the time of a step, or of a cycle, that is worth a verdict."""
@@ -161,11 +161,11 @@ class Judge:
         usual = self._usual
         present = {name: report for name, report in reports.items() if not report.absent}
         yield from wrong_numbers(present)
-        here = {name: report.vitals for name, report in present.items()}
+        present_vitals = {name: report.vitals for name, report in present.items()}
         named = {culprit for kind, culprit in self.verdicts if kind is Kind.LOAD}
-        yield from short_of_cores(here, named)
-        judged = without_short_of_cores(list(reports), here)
-        self._short = here.keys() - judged.keys()
+        yield from short_of_cores(present_vitals, named)
+        judged = without_short_of_cores(list(reports), present_vitals)
+        self._short = present_vitals.keys() - judged.keys()
         for name in self._short:  # what it has measured lately is no measure of its links
             usual.transfers.pop(name, None)
         steps = list(slow_steps(judged, usual))
@@ -233,7 +233,7 @@ class Usual:
             return now
         # A column has what was measured of one transfer in each of the latest rounds.
         columns = zip(*latest, strict=True)
-        known = ([took for took in column if took > 0] or [0.0] for column in columns)
+        known = ([seconds for seconds in column if seconds > 0] or [0.0] for column in columns)
         uploads, downloads, *transfers = known
         return now._replace(
             # Of one that makes no steps, only what it says at present counts.
@@ -265,13 +265,13 @@ def wrong_numbers(reports: Mapping[str, Report]) -> Iterator[tuple[Cause, str]]:
 
 
 def short_of_cores(
-    here: Mapping[str, Vitals], named: Collection[str]
+    present_vitals: Mapping[str, Vitals], named: Collection[str]
 ) -> Iterator[tuple[Cause, str]]:
     """Yield the workers that are short of cores, together if all are and none was named."""
-    short = {name: vitals for name, vitals in here.items() if is_short_of_cores(vitals)}
+    short = {name: vitals for name, vitals in present_vitals.items() if is_short_of_cores(vitals)}
     if not short:
         return
-    known = sum(vitals.step > 0 for vitals in here.values())
+    known = sum(vitals.step > 0 for vitals in present_vitals.values())
     if named == {ALL} or (not named and 1 < known == len(short)):
         short = {ALL: max(short.values(), key=lambda vitals: vitals.queued / vitals.step)}
     for name, vitals in short.items():
@@ -283,28 +283,30 @@ def is_short_of_cores(vitals: Vitals) -> bool:
     return vitals.queued > SHORT_OF_CORES * vitals.step > 0
 
 
-def without_short_of_cores(names: list[str], here: Mapping[str, Vitals]) -> dict[str, Vitals]:
+def without_short_of_cores(
+    names: list[str], present_vitals: Mapping[str, Vitals]
+) -> dict[str, Vitals]:
     """Return the vitals of the workers that have enough cores, without the times of transfers from
     the others.
 
     `names`: those of all workers, as transfers are in their order.
     """
-    short = {name for name, vitals in here.items() if is_short_of_cores(vitals)}
+    short = {name for name, vitals in present_vitals.items() if is_short_of_cores(vitals)}
     if not short:
-        return dict(here)
+        return dict(present_vitals)
     judged = dict[str, Vitals]()
-    for receiver, vitals in here.items():
+    for receiver, vitals in present_vitals.items():
         if receiver not in short:
             transfers = [
-                0.0 if sender in short else took
-                for sender, took in zip(names, vitals.transfers, strict=False)
+                0.0 if sender in short else seconds
+                for sender, seconds in zip(names, vitals.transfers, strict=False)
             ]
             judged[receiver] = vitals._replace(transfers=tuple(transfers))
     return judged
 
 
-def slow_steps(here: Mapping[str, Vitals], usual: Usual) -> Iterator[tuple[Cause, str]]:
-    known = {name: vitals for name, vitals in here.items() if vitals.step > 0}
+def slow_steps(present_vitals: Mapping[str, Vitals], usual: Usual) -> Iterator[tuple[Cause, str]]:
+    known = {name: vitals for name, vitals in present_vitals.items() if vitals.step > 0}
     if len(known) < 2:
         return
     for name, vitals in known.items():
@@ -329,17 +331,19 @@ def slow_steps(here: Mapping[str, Vitals], usual: Usual) -> Iterator[tuple[Cause
 
 
 def slow_links(
-    names: list[str], here: Mapping[str, Vitals], cycle: float, usual: Usual
+    names: list[str], present_vitals: Mapping[str, Vitals], cycle: float, usual: Usual
 ) -> Iterator[tuple[Cause, str]]:
     """Yield the workers and the paths between them that are slow.
 
     `names`: those of all workers, also of absent ones.
     """
-    here = {name: usual.of_transfers(name, vitals) for name, vitals in here.items()}
+    present_vitals = {
+        name: usual.of_transfers(name, vitals) for name, vitals in present_vitals.items()
+    }
     slow = dict[Cause, str]()
     for kind, field in (Kind.SENDING, "upload"), (Kind.RECEIVING, "download"):
-        took = {name: getattr(vitals, field) for name, vitals in here.items()}
-        known = {name: seconds for name, seconds in took.items() if seconds}
+        seconds_of = {name: getattr(vitals, field) for name, vitals in present_vitals.items()}
+        known = {name: seconds for name, seconds in seconds_of.items() if seconds}
         for name, seconds in known.items():
             others = [other for key, other in known.items() if key != name]
             others_take = statistics.median(others) if others else math.inf
@@ -350,97 +354,101 @@ def slow_links(
         # An upload waits for its answers, which come behind all that is downloaded.
         if cause.kind is Kind.RECEIVING or Cause(Kind.RECEIVING, cause.culprit) not in slow:
             yield cause, text
-    yield from slow_transfers(names, here, cycle=cycle, usual=usual)
+    yield from slow_transfers(names, present_vitals, cycle=cycle, usual=usual)
 
 
 def slow_transfers(
-    names: list[str], here: Mapping[str, Vitals], cycle: float, usual: Usual
+    names: list[str], present_vitals: Mapping[str, Vitals], cycle: float, usual: Usual
 ) -> Iterator[tuple[Cause, str]]:
     """Look at transfers between workers of one job."""
-    seconds = {
-        (sender, receiver): took
-        for receiver, vitals in here.items()
-        for sender, took in zip(names, vitals.transfers, strict=False)
-        if took > 0
+    seconds_of = {
+        (sender, receiver): seconds
+        for receiver, vitals in present_vitals.items()
+        for sender, seconds in zip(names, vitals.transfers, strict=False)
+        if seconds > 0
     }
-    if not seconds:
+    if not seconds_of:
         return
-    median = statistics.median_low(seconds.values())  # one of two directions may be slow
+    median = statistics.median_low(seconds_of.values())  # one of two directions may be slow
     before = usual.before("transfer", median)
-    slow = list(_slow_paths(seconds, median, cycle))
+    slow = list(_slow_paths(seconds_of, median, cycle))
     for path in slow:
-        text = f"{seconds[path]:.3g} s for the transfers of a cycle (others: {median:.3g} s)"
-        if len(here) == 2:
+        text = f"{seconds_of[path]:.3g} s for the transfers of a cycle (others: {median:.3g} s)"
+        if len(present_vitals) == 2:
             text += "; of two workers, it cannot be told which side is slow"
         yield Cause(Kind.LINK, " -> ".join(path)), text
     both_ways = {*slow, *(path[::-1] for path in slow)}
-    other_paths = {path: took for path, took in seconds.items() if path not in both_ways}
+    other_paths = {path: seconds for path, seconds in seconds_of.items() if path not in both_ways}
     sides = list(_slow_sides(other_paths, cycle))
     yield from sides
     if before and _is_slow(median, before, cycle) and not (slow or sides):
-        culprit = " - ".join(here) if len(here) == 2 else ALL
+        culprit = " - ".join(present_vitals) if len(present_vitals) == 2 else ALL
         text = f"{median:.3g} s for the transfers of a cycle (before: {before:.3g} s)"
-        yield Cause(Kind.LINK if len(here) == 2 else Kind.EVERYBODY, culprit), text
+        yield Cause(Kind.LINK if len(present_vitals) == 2 else Kind.EVERYBODY, culprit), text
 
 
-def _slow_paths(seconds: Mapping[Path, float], usual: float, cycle: float) -> Iterator[Path]:
+def _slow_paths(seconds_of: Mapping[Path, float], usual: float, cycle: float) -> Iterator[Path]:
     """Yield paths between two workers that are slow, while the others from and to them are not."""
-    ratio = PATH_RATIO if len(seconds) > 2 else LINK_RATIO
+    ratio = PATH_RATIO if len(seconds_of) > 2 else LINK_RATIO
 
     def is_of_a_side(path: Path, end: int) -> bool:
-        others = [took for key, took in seconds.items() if key != path and key[end] == path[end]]
+        others = [
+            seconds for key, seconds in seconds_of.items() if key != path and key[end] == path[end]
+        ]
         # Of three workers, most paths are slow if one of them is slow in both directions.
-        elsewhere = [took for key, took in seconds.items() if path[end] not in key] or [usual]
+        elsewhere = [seconds for key, seconds in seconds_of.items() if path[end] not in key]
         if not others:
             return False
-        return _is_slow(statistics.median(others), statistics.median(elsewhere), cycle)
+        return _is_slow(statistics.median(others), statistics.median(elsewhere or [usual]), cycle)
 
-    for path, took in seconds.items():
+    for path, seconds in seconds_of.items():
         is_single = not (is_of_a_side(path, 0) or is_of_a_side(path, 1))
-        waits = _waits_for(seconds.get(path[::-1], 0.0), took)
-        if _is_slow(took, usual, cycle, ratio=ratio) and is_single and not waits:
+        waits = _waits_for(seconds_of.get(path[::-1], 0.0), seconds)
+        if _is_slow(seconds, usual, cycle, ratio=ratio) and is_single and not waits:
             yield path
 
 
-def _slow_sides(seconds: Mapping[Path, float], cycle: float) -> Iterator[tuple[Cause, str]]:
+def _slow_sides(seconds_of: Mapping[Path, float], cycle: float) -> Iterator[tuple[Cause, str]]:
     """Yield workers most of whose transfers in one direction are slow against those of the others.
 
     The slowest comes first, and its transfers say nothing about the other ends.
     """
-    left = dict(seconds)
+    remaining = dict(seconds_of)
     named = dict[str, float]()
-    while left:
+    while remaining:
         least = 0.0
         ratio = LINK_RATIO
         if named:  # next to a slow side, the other links are not shared as they were
-            least = statistics.median_low(left.values())
+            least = statistics.median_low(remaining.values())
             ratio = PATH_RATIO
-        slow = _compare_sides(left, cycle, least=least, ratio=ratio)
+        slow = _compare_sides(remaining, cycle, least=least, ratio=ratio)
         if not slow:
             return
         worst = max(slow, key=slow.__getitem__)
-        took, usual = slow[worst]
+        seconds, usual = slow[worst]
         end = 0 if worst.kind is Kind.SENDING else 1
-        left = {path: transfer for path, transfer in left.items() if path[end] != worst.culprit}
-        if not _waits_for(named.setdefault(worst.culprit, took), took):
-            yield worst, f"{took:.3g} s for its transfers of a cycle (others: {usual:.3g} s)"
+        remaining = {
+            path: transfer for path, transfer in remaining.items() if path[end] != worst.culprit
+        }
+        if not _waits_for(named.setdefault(worst.culprit, seconds), seconds):
+            yield worst, f"{seconds:.3g} s for its transfers of a cycle (others: {usual:.3g} s)"
 
 
 def _compare_sides(
-    seconds: Mapping[Path, float], cycle: float, *, least: float, ratio: float
+    seconds_of: Mapping[Path, float], cycle: float, *, least: float, ratio: float
 ) -> dict[Cause, tuple[float, float]]:
     """Return the sides that are slow against the paths of the others: the mean seconds of their
     transfers, and the usual ones, which are at least `least`."""
     slow = dict[Cause, tuple[float, float]]()
     for end, kind in enumerate((Kind.SENDING, Kind.RECEIVING)):
-        for name in dict.fromkeys(path[end] for path in seconds):
-            its = [took for path, took in seconds.items() if path[end] == name]
-            others = [took for path, took in seconds.items() if name not in path]
-            if len(its) < 2 or not others:
+        for name in dict.fromkeys(path[end] for path in seconds_of):
+            own_seconds = [seconds for path, seconds in seconds_of.items() if path[end] == name]
+            others = [seconds for path, seconds in seconds_of.items() if name not in path]
+            if len(own_seconds) < 2 or not others:
                 continue
-            mean = statistics.fmean(its)
+            mean = statistics.fmean(own_seconds)
             usual = max(least, statistics.median(others))
-            is_most = statistics.median_low(its) > MOST_RATIO * usual
+            is_most = statistics.median_low(own_seconds) > MOST_RATIO * usual
             if is_most and _is_slow(mean, usual, cycle, ratio=ratio):
                 slow[Cause(kind, name)] = mean, usual
     return slow

@@ -16,14 +16,14 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.records import VerdictRecord
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config.schema import format_value
-from torchtitan_diloco.diagnosis.kinds import Kind, Verdict
+from torchtitan_diloco.diagnosis.kinds import Verdict
 from torchtitan_diloco.diagnosis.verdicts import Judge, Observation, without_short_of_cores
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.data_parallel import OuterLoop
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.reports import Reports
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
-from torchtitan_diloco.diloco.vitals import Report
+from torchtitan_diloco.diloco.vitals import Kind, Report
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.planner.ladder import settings_that_fit
 
@@ -32,8 +32,9 @@ REPEAT_SECONDS = 60.0
 QUIET_SECONDS = 10.0
 """Seconds without a round after which it is asked who is missing."""
 STACKS_SECONDS = 60.0
+"""Least seconds of a step that has its stacks written down."""
 STACKS_STEPS = 20
-"""A step that takes so long, and so many times the usual time, has its stacks written down."""
+"""It also takes this multiple of the usual time."""
 MISSING = {Kind.STOPPED, Kind.HUNG, Kind.STUCK, Kind.NO_ROOM}
 """Every worker logs them, as the first one may be the culprit."""
 LOOPBACKS = {"lo", "lo0"}
@@ -58,8 +59,11 @@ class Diagnosis:
         *,
         has_mirror: bool,
     ) -> None:
-        """`folder`: the folder of the run. `has_mirror`: whether `checkpoint.mirror` is set, which
-        the settings in this folder leave out."""
+        """Watch the outer loop of this rank.
+
+        `folder`: the folder of the run. `has_mirror`: whether `checkpoint.mirror` is set, which
+        the settings in this folder leave out.
+        """
         self._outer = outer if isinstance(outer, StreamingDiLoCo) else None
         self._telemetry = telemetry
         self._world = world
@@ -156,19 +160,20 @@ class Diagnosis:
         self._rounds += 1
         known = {name: report.vitals for name, report in reports.items() if report.vitals.step > 0}
         judged = without_short_of_cores(list(reports), known)
-        seconds = {name: vitals.longest_transfer for name, vitals in judged.items()}
+        seconds_of = {name: vitals.longest_transfer for name, vitals in judged.items()}
         # Seconds of the transfers of a cycle, as a share of the seconds of its steps.
         shares = {
-            name: took / config.sync_every / judged[name].step for name, took in seconds.items()
+            name: seconds / config.sync_every / judged[name].step
+            for name, seconds in seconds_of.items()
         }
         name = max(shares, key=shares.__getitem__, default="")
         if self._rounds <= 2 * fragments or not self._fits or shares.get(name, 0.0) <= 1:
             return
         self._fits = False
         step = judged[name].step
-        fitting = settings_that_fit(config, fragments, transfers=seconds[name], step=step)
+        fitting = settings_that_fit(config, fragments, transfers=seconds_of[name], step=step)
         logger.warning(
-            f"{name} needs {seconds[name]:.3g} s to exchange all fragments once, but has only "
+            f"{name} needs {seconds_of[name]:.3g} s to exchange all fragments once, but has only "
             f"{config.sync_every * step:.3g} s of training to hide this behind, so training has "
             f"to wait. These settings fit: {outer.peers.reports.advise(fitting)}"
         )
@@ -234,7 +239,7 @@ class Stacks:
     """Writes the stacks of all threads to a file of this rank if a step hangs, and on SIGUSR2."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """`folder`: the folder of the worker. `rank`: the number of this rank in it."""
+        """Open the file. `folder`: that of the worker. `rank`: the number of this rank in it."""
         self.path = folder / f"stacks-{rank}.txt"
         self._file: IO[str] | None = None
         with suppress(OSError):  # a full disk

@@ -120,7 +120,7 @@ class Chunk:
     second_hop: Messages = field(default_factory=Messages)
 
 
-def room(size: int, device: torch.device, *, is_read_in_place: bool = False) -> Bytes:
+def allocate_bytes(size: int, device: torch.device, *, is_read_in_place: bool = False) -> Bytes:
     """Allocate buffers for encoded bytes. Values that are read in place need only gloo's copy."""
     local = torch.empty(0 if is_read_in_place else size, dtype=torch.uint8, device=device)
     if device.type == "cpu":
@@ -141,9 +141,12 @@ class Exchange:
         timeout_seconds: float,
         streams: int = 1,
     ) -> None:
-        """`largest`: values of the largest fragment. `device`: where to encode deltas, which may be
-        in host memory. `streams`: those between two workers, for each of which the group has a
-        connection."""
+        """Allocate the buffers.
+
+        `largest`: values of the largest fragment. `device`: where to encode deltas, which may be in
+        host memory. `streams`: those between two workers, for each of which the group has a
+        connection.
+        """
         self.transport = Transport(group, timeout_seconds)
         self.workers = self.transport.workers
         self.me = self.transport.me
@@ -160,20 +163,23 @@ class Exchange:
             largest, codec, on_gpu=on_gpu, streams=streams, owners=self._owners
         )
         self._piece = self._chunk if on_gpu else min(PIECE, self._chunk)
-        part = slice_bounds(self._chunk, self._owners, 0)[1]
+        slice_values = slice_bounds(self._chunk, self._owners, 0)[1]
         averaging = range(self.workers if self._owners > 1 else 0)
 
         def buffers(workers: Iterable[int], size: int) -> dict[int, Bytes]:
-            return {worker: room(size, device) for worker in workers}
+            return {worker: allocate_bytes(size, device) for worker in workers}
 
         window = range(self._window)
         whole = codec.wire_bytes(self._chunk)
         size = header_bytes(self.workers)
         self._headers = {worker: torch.zeros(size, dtype=torch.uint8) for worker in self._others}
-        self._incoming = [buffers(self._others, codec.wire_bytes(part)) for _ in window]
-        self._means = [buffers(averaging, codec.wire_bytes(part)) for _ in window]
-        self._outgoing = [room(whole, device, is_read_in_place=codec.is_fp32) for _ in window]
-        self._mean = torch.empty(part if averaging else 0, dtype=torch.float32, device=device)
+        self._incoming = [buffers(self._others, codec.wire_bytes(slice_values)) for _ in window]
+        self._means = [buffers(averaging, codec.wire_bytes(slice_values)) for _ in window]
+        self._outgoing = [
+            allocate_bytes(whole, device, is_read_in_place=codec.is_fp32) for _ in window
+        ]
+        mean_values = slice_values if averaging else 0
+        self._mean = torch.empty(mean_values, dtype=torch.float32, device=device)
         self._before = torch.empty(self._piece, dtype=torch.float32, device=device)
         self._dot = torch.zeros((), dtype=torch.float64, device=device)
         self._is_measured = False
@@ -214,10 +220,11 @@ class Exchange:
         """
         self._others = self._in_turn(header.outer_round)
         content = header.pack().ljust(header_bytes(self.workers), b"\0")  # nothing may be known
-        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        own_header = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         self._traffic.header_sent = time.perf_counter()
-        greeting = self.transport.receive(self._headers.items())
-        self.transport.send(greeting, [(worker, mine) for worker in self._others], watched=True)
+        header_messages = self.transport.receive(self._headers.items())
+        parts = [(worker, own_header) for worker in self._others]
+        self.transport.send(header_messages, parts, watched=True)
         headers = list[Header]()
         weights = list[float]()
         starts = range(0, max(1, delta.numel()), self._chunk)
@@ -235,7 +242,7 @@ class Exchange:
             if 0 <= (number := step - lead) < count:
                 chunk = chunks[number]
                 if not headers:
-                    headers = self._read_headers(greeting, mine)
+                    headers = self._read_headers(header_messages, own_header)
                     weights = [settled.weight for settled in headers]
                 moments = self.transport.wait(chunk.first_hop)
                 if number <= lead:  # the senders of later ones also wait for this worker
@@ -260,10 +267,10 @@ class Exchange:
         start = number % len(others)
         return others[start:] + others[:start]
 
-    def _read_headers(self, greeting: Messages, mine: Tensor) -> list[Header]:
+    def _read_headers(self, header_messages: Messages, own_header: Tensor) -> list[Header]:
         """Wait for the headers of all workers, check them, and return them with their weights."""
-        self._traffic.heard = self.transport.wait(greeting)
-        received = {self.me: mine, **self._headers}
+        self._traffic.heard = self.transport.wait(header_messages)
+        received = {self.me: own_header, **self._headers}
         content = [received[worker].numpy().tobytes() for worker in range(self.workers)]
         headers = list(map(Header.unpack, content))
         check_headers(headers, self.me)
@@ -336,16 +343,16 @@ class Exchange:
             yield from map(list, zip(values.split(self._piece), *cut, strict=True))
 
     @contextmanager
-    def _here(self, values: Tensor, *, changes: bool = True) -> Iterator[Tensor]:
+    def _on_encoding_device(self, values: Tensor, *, changes: bool = True) -> Iterator[Tensor]:
         """Yield values on the device that encodes. From host memory they are copied there, and back
         if the body changes them."""
         if values.device == self._device:
             yield values
             return
-        here = values.to(self._device, copy=True, non_blocking=True)
-        yield here
+        on_device = values.to(self._device, copy=True, non_blocking=True)
+        yield on_device
         if changes:
-            values.copy_(here, non_blocking=True)
+            values.copy_(on_device, non_blocking=True)
 
     @contextmanager
     def _replacing(self, piece: Tensor) -> Iterator[None]:
@@ -367,54 +374,54 @@ class Exchange:
 
     def _receive(self, chunk: Chunk) -> None:
         """Post the receives of the others' values of this worker's slice."""
-        rooms = [(worker, buffer.host) for worker, buffer in chunk.incoming.items()]
-        chunk.first_hop = self.transport.receive(rooms, self._tag(chunk, 0))
+        buffers = [(worker, buffer.host) for worker, buffer in chunk.incoming.items()]
+        chunk.first_hop = self.transport.receive(buffers, tag=self._tag(chunk, 0))
 
     def _send(self, chunk: Chunk) -> None:
         """Encode this worker's values, and send each other worker those of its slice."""
         self._encode(chunk)
         parts = [(worker, chunk.outgoing[worker].host) for worker in self._others]
-        self.transport.send(chunk.first_hop, parts, self._tag(chunk, 0))
+        self.transport.send(chunk.first_hop, parts, tag=self._tag(chunk, 0))
 
     def _encode(self, chunk: Chunk) -> None:
         """Encode this worker's values. The payload of fp32 is their memory."""
         with self._counted("encoding_seconds"):
             if not self._codec.is_fp32:
                 for values, encoded in self._pieces(chunk.values, chunk.payload):
-                    with self._here(values, changes=False) as here:
-                        self._codec.encode(here, encoded)
+                    with self._on_encoding_device(values, changes=False) as on_device:
+                        self._codec.encode(on_device, encoded)
             chunk.payload.download()
         self._traffic.encoded = time.perf_counter()
 
     def _average(self, chunk: Chunk, weights: list[float], *, out: Tensor) -> None:
         """Average this worker's slice. Workers of weight 0 are skipped: they may have sent NaN."""
-        heard = {worker: weight for worker, weight in enumerate(weights) if weight > 0}
+        weight_of = {worker: weight for worker, weight in enumerate(weights) if weight > 0}
         payloads = {**chunk.incoming, self.me: chunk.outgoing[self.me]}
         with self._counted("decoding_seconds"):
-            if not heard:
+            if not weight_of:
                 out.zero_()
                 return
-            for worker in heard.keys() - {self.me}:
+            for worker in weight_of.keys() - {self.me}:
                 payloads[worker].upload()
             # With a second hop, the delta is replaced later, by the decoded means.
             scope = self._replacing if self._owners == 1 else nullcontext
-            for values, *pieces in self._pieces(out, *(payloads[worker] for worker in heard)):
-                with self._here(values) as here, scope(here):
-                    self._codec.average(pieces, list(heard.values()), here)
+            for values, *pieces in self._pieces(out, *(payloads[worker] for worker in weight_of)):
+                with self._on_encoding_device(values) as on_device, scope(on_device):
+                    self._codec.average(pieces, list(weight_of.values()), on_device)
 
     # --- second hop: the means --------------------------------------------------------------------
 
     def _receive_means(self, chunk: Chunk) -> None:
         """Post the receives of the means of the others' slices, if there is a second hop."""
         if self._owners > 1:
-            rooms = [(worker, chunk.means[worker].host) for worker in self._others]
-            chunk.second_hop = self.transport.receive(rooms, self._tag(chunk, 1))
+            buffers = [(worker, chunk.means[worker].host) for worker in self._others]
+            chunk.second_hop = self.transport.receive(buffers, tag=self._tag(chunk, 1))
 
     def _send_mean(self, chunk: Chunk, weights: list[float]) -> None:
         """Send the mean of this worker's slice to all others."""
         self._encode_mean(chunk, weights)
         parts = [(worker, chunk.means[self.me].host) for worker in self._others]
-        self.transport.send(chunk.second_hop, parts, self._tag(chunk, 1))
+        self.transport.send(chunk.second_hop, parts, tag=self._tag(chunk, 1))
 
     def _encode_mean(self, chunk: Chunk, weights: list[float]) -> None:
         """Average this worker's slice, and encode the mean."""
@@ -434,5 +441,5 @@ class Exchange:
                 if worker != self.me:
                     payload.upload()
                 for piece, encoded in self._pieces(values, payload):
-                    with self._here(piece) as here, self._replacing(here):
-                        self._codec.decode(encoded, here)
+                    with self._on_encoding_device(piece) as on_device, self._replacing(on_device):
+                        self._codec.decode(encoded, on_device)

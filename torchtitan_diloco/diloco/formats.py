@@ -27,11 +27,6 @@ class Format(Entry):
     """Whether there are GPU kernels for it (codecs/triton_kernels.py). Without, a GPU runs its code
     for torch."""
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether blocks of values share a scale."""
-        return "block_size" in self.reads
-
 
 _CODECS = "torchtitan_diloco.diloco.codecs"
 

@@ -54,7 +54,8 @@ class GlooPeers(Peers):
         seed: int = 0,
         streams: int | None = None,
     ) -> None:
-        """
+        """Keep the arguments until `start`.
+
         Args:
             group, shard_group, total_steps, seed: as in `StreamingDiLoCo`.
             reports: with the liveness of all workers. Default: new ones, whose liveness has a gloo
@@ -161,7 +162,8 @@ class GlooPeers(Peers):
         return coder
 
     def _prepare_to_send(self, coder: torch.device) -> None:
-        """`coder`: device on which deltas are encoded."""
+        """Build the codec, the reports and the exchange. `coder`: device on which deltas are
+        encoded."""
         loop = self._loop
         link = loop.config.link
         codec = build_codec(loop.config.quantization)
@@ -405,7 +407,8 @@ def link_mistakes(link: Link) -> list[tuple[str, str]]:
 def _close(
     background: BackgroundThread, exchange: Exchange | None, liveness: Liveness, owns_liveness: bool
 ) -> None:
-    """`owns_liveness`: whether the peers created `liveness` themselves."""
+    """End the threads of these peers. `owns_liveness`: whether they created `liveness`
+    themselves."""
     end_thread(background, liveness)
     if exchange is not None:
         exchange.close()

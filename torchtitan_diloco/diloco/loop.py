@@ -54,10 +54,10 @@ class Loop:
         drop_gathered(self.model)
         state = self.states[round_.fragment]
         check_identity(self.model, state.fragment)
-        begin = state.moment()
+        begin = state.record_event()
         state.take_delta()
         round_.taken = time.perf_counter()
-        self.meter.expose(round_.taken - round_.due, (begin, state.moment()))
+        self.meter.expose(round_.taken - round_.due, (begin, state.record_event()))
 
     def apply(self, round_: Round, copy: Tensor, mode: Mode, share: float = 0.0) -> None:
         """Apply a shared copy of a fragment. `share`: weight of the local parameters for `MIX`."""
@@ -65,10 +65,10 @@ class Loop:
         state = self.states[round_.fragment]
         round_.applied_step = self.step
         measured = is_measured(round_.outer_round, self.config.measure_every)
-        begin = state.moment()
+        begin = state.record_event()
         drift = state.apply(copy, mode, share, measured=measured)
         round_.numbers["round/drift_norm"] = drift
-        round_.applying = begin, state.moment()
+        round_.applying = begin, state.record_event()
         if mode is Mode.RESET:
             self.start_afresh(round_.fragment)
         round_.applied = time.perf_counter()

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from torchtitan_diloco.diloco.checksums import block_sums, checksum, checksum_of
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 from torchtitan_diloco.diloco.delta_norms import DeltaNorms
 from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
@@ -49,13 +50,13 @@ def pick_state_device(
     fragments: Sequence[Fragment], config: DiLoCoConfig, *, has_optimizer: bool = True
 ) -> torch.device:
     """Return the device of the outer state. `has_optimizer`: as for `state_bytes`."""
-    locals_ = [part.local() for fragment in fragments for part in fragment.parts]
-    device = locals_[0].device
+    parameters = [part.local() for fragment in fragments for part in fragment.parts]
+    device = parameters[0].device
     choice = config.link.outer_state
     if device.type == "cpu" or choice == "cpu":
         return torch.device("cpu")
     needed = state_bytes(config, has_optimizer=has_optimizer) * sum(
-        local.numel() for local in locals_
+        local.numel() for local in parameters
     )
     is_small = needed <= GPU_SHARE * torch.cuda.get_device_properties(device).total_memory
     return device if choice == "device" or is_small else torch.device("cpu")
@@ -89,8 +90,11 @@ class OuterState:
         is_sparse: bool = False,
         has_optimizer: bool = True,
     ) -> None:
-        """`is_sparse`: the codec sends only a part of a delta. The rest stays in the model.
-        `has_optimizer`: whether outer steps are made here."""
+        """Allocate the buffers, and read the model.
+
+        `is_sparse`: the codec sends only a part of a delta. The rest stays in the model.
+        `has_optimizer`: whether outer steps are made here.
+        """
         self.fragment = fragment
         self._config = config
         self._sizes = [local.numel() for local in self._locals()]
@@ -170,21 +174,21 @@ class OuterState:
                 staged.copy_(local)
         else:
             self._subtract(self._locals(), self._block * torch.get_num_threads())
-        self._taken = self.moment()
+        self._taken = self.record_event()
 
-    def _subtract(self, locals_: list[Tensor], block: int) -> None:
+    def _subtract(self, parameters: list[Tensor], block: int) -> None:
         """Set delta = outer - local and compute the norm of each block while it is in cache.
 
         For a model below fp32, the shared copy is first rounded to the type of the model. Otherwise
         the delta would contain the rounding error of the shared copy.
         """
         self._block_norms = []
-        views = zip(locals_, self.views(self.outer), self.views(self.delta), strict=True)
+        views = zip(parameters, self.views(self.outer), self.views(self.delta), strict=True)
         for part, values in zip(self.fragment.parts, views, strict=True):
             dtype = part.parameter.dtype
             for local, outer, delta in zip(*(value.split(block) for value in values), strict=True):
-                held = outer if dtype == torch.float32 else outer.to(dtype).float()
-                torch.sub(held, local, out=delta)
+                shared_in_model_type = outer if dtype == torch.float32 else outer.to(dtype).float()
+                torch.sub(shared_in_model_type, local, out=delta)
                 self._block_norms.append(torch.linalg.vector_norm(delta))
 
     def _take_copy(self, copy: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -230,26 +234,29 @@ class OuterState:
         # Where the copy is on the model's device, and memory there that may be overwritten: the
         # previous copy, or the staged values themselves once they are read.
         source = copy
-        free = before
+        scratch = before
         if staged is not None:
             source = staged
-            free = staged
+            scratch = staged
         elif before is copy:
-            free = torch.empty_like(copy)
-        apart = []
-        views = zip(self._locals(), self.views(source), self.views(free), strict=True)
-        for local, shared, room in views:
+            scratch = torch.empty_like(copy)
+        distances = []
+        views = zip(self._locals(), self.views(source), self.views(scratch), strict=True)
+        for local, shared, scratch_view in views:
             if measured:
-                out = room if staged is None else None
-                apart.append(torch.linalg.vector_norm(torch.sub(local, shared, out=out)))
+                out = scratch_view if staged is None else None
+                distances.append(torch.linalg.vector_norm(torch.sub(local, shared, out=out)))
             if share == 0.0:
                 local.copy_(shared)  # below, `lerp` and `alpha`: only this worker has these bits
             elif share < 1.0 and local.dtype == torch.float32:
                 local.lerp_(shared, 1 - share)
             elif share < 1.0:  # mix in fp32 and round once
-                torch.mul(shared, 1 - share, out=room)
-                local.copy_(room.add_(local, alpha=share))
-        return torch.linalg.vector_norm(torch.stack(apart)) if apart else torch.tensor(math.nan)
+                torch.mul(shared, 1 - share, out=scratch_view)
+                local.copy_(scratch_view.add_(local, alpha=share))
+        distance = torch.tensor(math.nan)
+        if distances:
+            distance = torch.linalg.vector_norm(torch.stack(distances))
+        return distance
 
     def _add_change(self, copy: Tensor, *, takes_back: bool) -> None:
         """Add the change of the shared copy to the local parameters.
@@ -270,7 +277,7 @@ class OuterState:
             else:  # add in fp32 and round once
                 local.copy_(added.add_(local))
 
-    def moment(self) -> torch.cuda.Event | None:
+    def record_event(self) -> torch.cuda.Event | None:
         """Record an event on the current stream of the GPU; None on a CPU."""
         if self._stream is None:
             return None
@@ -324,7 +331,7 @@ class OuterState:
             lr = AVERAGE.lr
         else:
             self.optimizer_steps += 1
-        rows = list[Tensor]()
+        sums = list[Tensor]()
         measurements = list[dict[str, float]]()
         # All buffers advance block by block, so that a block is in cache for its whole step.
         buffers = (self.outer, self.delta, *self.slots.values())
@@ -333,8 +340,8 @@ class OuterState:
             if measured:
                 measurements.append(_measure_mean(delta))
             outer_step(optimizer, theta, delta, slots, count=self.optimizer_steps, lr=lr)
-            rows.append(row_sums(delta))
-        self.checksum = checksum_of(rows)
+            sums.append(block_sums(delta))
+        self.checksum = checksum_of(sums)
         self._stage()
         return merge_parts(measurements, OUTER_METRICS) if measured else {}
 
@@ -410,36 +417,3 @@ def take_back(change: Tensor, sent: Tensor) -> None:
     """
     is_same = change == 0
     change.add_(sent).masked_fill_(is_same, 0.0)
-
-
-ROW = 1024
-
-
-def row_sums(block: Tensor) -> Tensor:
-    """Return the integer sum of the bits of each 1,024 values, and of the remaining ones."""
-    whole = block.numel() // ROW * ROW
-    # As words of 64 bits: sums that widen 32 bits are far slower on a CPU.
-    sums = block[:whole].view(torch.int64).view(-1, ROW // 2).sum(dim=1)
-    if whole == block.numel():
-        return sums
-    remaining = block[whole:].view(torch.int32).sum(dim=0, keepdim=True, dtype=torch.int64)
-    return torch.cat([sums, remaining])
-
-
-def checksum_of(rows: list[Tensor]) -> int:
-    """Return the checksum of a flat fp32 tensor from the row sums of its blocks.
-
-    It combines the sum of all words and the sum of rows weighted by their index, which are equal on
-    CPU and CUDA. All blocks but the last must be whole rows. -0.0 and 0.0 differ.
-    """
-    sums = torch.cat(rows)
-    weights = torch.arange(1, len(sums) + 1, device=sums.device)
-    # Integer sums overflow alike everywhere, in any order. The factor is odd, so no bit of the
-    # first sum is lost modulo 2**64.
-    return (int(sums.sum()) * 0x9E3779B97F4A7C15 + int((sums * weights).sum())) % 2**64
-
-
-def checksum(values: Tensor) -> int:
-    """Return a 64-bit checksum of the bits of a flat fp32 tensor."""
-    blocks = values.split(STEP_VALUES if values.device.type == "cpu" else max(1, values.numel()))
-    return checksum_of([row_sums(block) for block in blocks])

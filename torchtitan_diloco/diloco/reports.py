@@ -6,21 +6,31 @@ Reports answer queries. They make no decisions: an exchange waits, fails or cont
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS, Answer, Liveness
 from torchtitan_diloco.diloco.round import LEAST_LINK_BYTES, Traffic
 from torchtitan_diloco.diloco.transport import Header, Transport
-from torchtitan_diloco.diloco.vitals import STOPPED, STUCK, Action, Report, Vitals, absence
+from torchtitan_diloco.diloco.vitals import Action, Kind, Report, Vitals, absence
 
 HANG_STEPS = 10
 """A step hangs if it takes this multiple of the usual time, and at least `LATE_SECONDS`."""
 HANG_SECONDS = 60.0
 """The first step, and any step while the usual time is unknown, hangs if it takes these seconds."""
 STILL_SECONDS = 5.0
+"""Seconds for which nothing arrives, after which a payload may be stuck."""
 STILL_RATIO = 10.0
-"""A payload is stuck if nothing arrives for `STILL_SECONDS`, and for this multiple of the usual
-time of a message."""
+"""It is stuck if nothing arrives for this multiple of the usual time of a message, too."""
+
+
+class NotCome(NamedTuple):
+    """What is known of a worker for which an exchange waits."""
+
+    cause: str
+    """Why it may be absent, before it was asked. Empty if that is unknown."""
+    evidence: str
+    """What has not arrived from it."""
 
 
 class Reports:
@@ -128,23 +138,22 @@ class GlooReports(Reports):
         return f"worker {' or '.join(map(str, others))}" if others else "a rank of this worker"
 
     def late(self) -> dict[str, Report]:
-        seen = self._not_come()
-        answers = self.liveness.ask([worker for worker, (why, _) in seen.items() if why])
+        not_come = self._not_come()
+        absent_for_now = [worker for worker, (cause, _) in not_come.items() if cause]
+        answers = self.liveness.ask(absent_for_now)
         late = dict[str, Report]()
-        for worker, (why, what) in seen.items():
+        for worker, (cause, evidence) in not_come.items():
             name = f"worker {worker}"
-            said = self._reports.get(name, Report())
-            if why:
-                answer = answers.get(worker)
-                usual = said.vitals.step or self.vitals.step
-                why = why_absent(answer, usual, is_stuck=why == STUCK)
-                what += f", and {_describe_answer(answer)}"
-            late[name] = said._replace(absent=why, evidence=what)
+            report = self._reports.get(name, Report())
+            answer = answers.get(worker)
+            usual = report.vitals.step or self.vitals.step
+            absent = cause and why_absent(answer, usual, is_stuck=cause == Kind.STUCK)
+            answered = cause and f", and {_describe_answer(answer)}"
+            late[name] = report._replace(absent=absent, evidence=f"{evidence}{answered}")
         return late
 
-    def _not_come(self) -> dict[int, tuple[str, str]]:
-        """Return the workers for which an exchange waits: what is wrong (empty if unknown), and
-        what has not arrived."""
+    def _not_come(self) -> dict[int, NotCome]:
+        """Return the workers for which an exchange waits, with what has not arrived from them."""
         if self._transport is None:
             return {}
         arrivals = self._transport.arrivals
@@ -153,26 +162,29 @@ class GlooReports(Reports):
         pending = arrivals.pending.copy()
         # Who has sent its mean has all that it needs, so the last one may well be the culprit.
         others_came = len(arrivals.sizes) > 1 and len(pending) == 1
-        seen = dict[int, tuple[str, str]]()
+        not_come = dict[int, NotCome]()
         for worker, receives in sorted(pending.items()):
             latest = arrivals.latest.get(worker)
+            cause = ""
             if latest is None:
                 waited = now - self._transport.traffic.header_sent
-                seen[worker] = STOPPED, f"its header has not arrived for {waited:.0f} s"
+                cause = Kind.STOPPED
+                evidence = f"its header has not arrived for {waited:.0f} s"
             elif not receives:
-                seen[worker] = "", "it has not received what was sent to it"
+                evidence = "it has not received what was sent to it"
             elif arrivals.are_means and not others_came:
-                what = "its mean has not arrived, and it may be waiting for another worker"
-                seen[worker] = "", what
+                evidence = "its mean has not arrived, and it may be waiting for another worker"
             elif now - latest < self._still_seconds(worker, size):
-                what = "mean" if arrivals.are_means else "payload"
-                seen[worker] = "", f"its header has arrived, but its {what} has not arrived yet"
+                missing = "mean" if arrivals.are_means else "payload"
+                evidence = f"its header has arrived, but its {missing} has not arrived yet"
             else:
-                what = "its header has arrived, but none of its payload has"
+                cause = Kind.STUCK
+                evidence = "its header has arrived, but none of its payload has"
                 if arrivals.are_means:
-                    what = "the means of the others have arrived, but its mean has not"
-                seen[worker] = STUCK, f"{what} for {now - latest:.0f} s"
-        return seen
+                    evidence = "the means of the others have arrived, but its mean has not"
+                evidence += f" for {now - latest:.0f} s"
+            not_come[worker] = NotCome(cause, evidence)
+        return not_come
 
     def _still_seconds(self, worker: int, size: int) -> float:
         """Return the seconds without a message of this size after which a payload is stuck."""

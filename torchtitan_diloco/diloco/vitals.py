@@ -1,6 +1,7 @@
-"""What workers tell each other about their steps and links."""
+"""What workers tell each other about their steps and links, and what can be wrong with them."""
 
 import math
+from enum import StrEnum
 from typing import NamedTuple
 
 
@@ -33,15 +34,30 @@ class Vitals(NamedTuple):
 
 
 NOTHING_SAID = Vitals()
-# Why a worker is missing.
-STOPPED = "stopped"
-"""It does not answer, or sends no heartbeats."""
-HUNG = "hung outside communication"
-"""It answers, but completes no step."""
-STUCK = "hung in communication"
-"""Only its payload does not arrive."""
-NO_ROOM = "full store"
-"""Its payload does not arrive, as the store has no room for it."""
+ALL = "all"
+"""The culprit of a verdict about all workers."""
+
+
+class Kind(StrEnum):
+    """What is wrong: with the first ones, a worker is absent."""
+
+    STOPPED = "stopped"
+    """It does not answer, or sends no heartbeats."""
+    HUNG = "hung outside communication"
+    """It answers, but completes no step."""
+    STUCK = "hung in communication"
+    """Only its payload does not arrive."""
+    NO_ROOM = "full store"
+    """Its payload does not arrive, as the store has no room for it."""
+    LOAD = "busy cores"
+    COMPUTE = "slow compute"
+    DATA = "slow data"
+    SAVE = "slow save"
+    LINK = "slow link"
+    SENDING = "slow sending"
+    RECEIVING = "slow receiving"
+    NUMBERS = "wrong numbers"
+    EVERYBODY = "everybody slow"
 
 
 def absence(
@@ -62,10 +78,10 @@ def absence(
         is_stuck: whether only its payload does not arrive.
     """
     if not answers:
-        return STOPPED
+        return Kind.STOPPED
     if still >= longest and not may_wait:
-        return HUNG
-    return STUCK if is_stuck else ""
+        return Kind.HUNG
+    return Kind.STUCK if is_stuck else ""
 
 
 class Report(NamedTuple):

@@ -15,7 +15,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 
 from torchtitan_diloco.base.process import ExitSignals, run_and_exit
@@ -31,10 +30,9 @@ from torchtitan_diloco.islands import changes, reader
 from torchtitan_diloco.islands.bucket_folder import BucketFolder
 from torchtitan_diloco.islands.changes import ADMIT
 from torchtitan_diloco.islands.children import SCRATCH
+from torchtitan_diloco.islands.console import say
 from torchtitan_diloco.islands.run_settings import KEYS
 from torchtitan_diloco.store.location import KINDS
-
-say = partial(print, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,11 +2,11 @@
 
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
 
 from torchtitan_diloco.base.process import STOP_SIGNALS
 from torchtitan_diloco.islands.children import SCRATCH, SYNCER_SECONDS, syncer_of
+from torchtitan_diloco.islands.console import Say
 from torchtitan_diloco.islands.rules.commit import CallFailedError
 from torchtitan_diloco.islands.rules.decision import Decision
 from torchtitan_diloco.islands.rules.fields import MalformedError
@@ -19,7 +19,7 @@ LOOK_SECONDS = 0.2
 class SyncerBeside:
     """A syncer that runs while the body does: until the run has ended, or `stop`."""
 
-    def __init__(self, location: str, say: Callable[[str], object]) -> None:
+    def __init__(self, location: str, say: Say) -> None:
         self._location = location
         self._say = say
         self._child = syncer_of(location, SCRATCH, say)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 BUCKET = "islands"
 SYNCER = "syncer"
-"""Logins of every folder: the owner's may do everything, the syncer's may write all objects."""
+"""Login of every folder that may write all objects. That of the owner may do everything."""
 RESERVED = (OWNER, SYNCER, "anonymous", "admin")
 """Logins that no site can have. For SeaweedFS, `anonymous` is everybody without a login."""
 DEFAULT_HOST = "0.0.0.0"
@@ -418,7 +418,7 @@ def write_secret(path: Path, content: bytes) -> None:
 
 @contextmanager
 def files_of(folder: Path) -> Iterator[None]:
-    """Name the folder in errors about its files."""
+    """Raise errors about files of a folder that name it."""
     try:
         yield
     except OSError as error:

@@ -21,7 +21,8 @@ from torchtitan_diloco.islands.bucket_folder import (
     files_of,
     open_folder,
 )
-from torchtitan_diloco.islands.children import SYNCER_SECONDS, Child, Say, syncer_of
+from torchtitan_diloco.islands.children import SYNCER_SECONDS, Child, syncer_of
+from torchtitan_diloco.islands.console import Say
 from torchtitan_diloco.islands.page import RunPages
 from torchtitan_diloco.islands.page_server import Certificate, PageServer, page_address
 from torchtitan_diloco.islands.rules.names import OWNER
@@ -38,8 +39,10 @@ from torchtitan_diloco.store.errors import PassingError
 from torchtitan_diloco.store.join_file import read_join_file
 from torchtitan_diloco.store.store import Sealed
 
-LOOK_SECONDS, WAITING_SECONDS = 0.5, 5.0
-"""Seconds between looks at processes and logins, and between lines while a start is awaited."""
+LOOK_SECONDS = 0.5
+"""Seconds between two looks at processes and logins."""
+WAITING_SECONDS = 5.0
+"""Seconds between two lines while a start is awaited."""
 STOP_SECONDS = 3.0
 """SeaweedFS does not end on SIGTERM while it has connections."""
 STARTS = 3
@@ -61,8 +64,11 @@ class BucketServer:
         check_signals: Callable[[], None],
         say: Say,
     ) -> None:
-        """`check_signals`: raises a SystemExit if a signal has come. `say`: receives a line about
-        what happens."""
+        """Prepare the processes, which `start` starts.
+
+        `check_signals`: raises a SystemExit if a signal has come. `say`: receives a line about what
+        happens.
+        """
         self.folder = folder
         self._weed = weed
         self._check_signals = check_signals
@@ -140,7 +146,7 @@ class BucketServer:
     def _wait_until_ready(self) -> int | None:
         """Wait until SeaweedFS has stored an object. If it has ended instead, return its code."""
         began = time.monotonic()
-        said = began
+        said_at = began
         assert self.seaweed.process is not None
         while (code := self.seaweed.process.poll()) is None:
             self._check_signals()
@@ -148,8 +154,8 @@ class BucketServer:
             if not problem:
                 break
             now = time.monotonic()
-            if now - said >= WAITING_SECONDS:
-                said = now
+            if now - said_at >= WAITING_SECONDS:
+                said_at = now
                 self._say(
                     f"waiting for {now - began:.0f} s until SeaweedFS stores an object: {problem}"
                 )
@@ -259,11 +265,11 @@ def serve(
             if page_at is not None:
                 page = _serve_page(folder, *page_at)
             sites = ", ".join(folder.sites())
-            more = f"`{command_line('islands')} site {folder.path} NAME` adds one"
+            advice = f"`{command_line('islands')} site {folder.path} NAME` adds one"
             say(
                 f"the bucket {BUCKET} is at {folder.endpoint}; join files: "
                 f"{folder.join_file(OWNER)} of its owner, who begins and changes a run, and those "
-                f"of the sites: {sites or f'none; {more}'}"
+                f"of the sites: {sites or f'none; {advice}'}"
             )
             if with_syncer:
                 say("the syncer waits for a run in this bucket, or continues it")

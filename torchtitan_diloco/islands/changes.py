@@ -7,12 +7,12 @@ import copy
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.islands.config import site_of
+from torchtitan_diloco.islands.console import say
 from torchtitan_diloco.islands.reader import COMMAND_PATIENCE, check_location_of_run
 from torchtitan_diloco.islands.rules import changes as rules
 from torchtitan_diloco.islands.rules.changes import Admit, Change, Evict, Leave
@@ -34,8 +34,6 @@ ONLY_OWNER = (
 CHANGE_SECONDS = 30.0
 LEAVE_SECONDS = 60.0
 LOOK_SECONDS = 0.1
-Say = Callable[[str], object]
-say = partial(print, flush=True)
 
 
 def change(location: str, key: str, value: str) -> None:
@@ -128,13 +126,14 @@ class Requests:
 
     def owners(self, name: str = "") -> set[str]:
         """Return the incarnations with a slot: all, or those of an island."""
-        return {one for one in self.decision.owners() if name in ("", name_of(one))}
+        owners = self.decision.owners()
+        return {incarnation for incarnation in owners if name in ("", name_of(incarnation))}
 
     def known_names(self) -> set[str]:
         """Return the names of islands with a slot, or a note."""
         entries = self._run.brief.list(ISLAND)
         written = {incarnation_of(entry.name) or "" for entry in entries}
-        return {name_of(one) for one in self.owners() | written} - {""}
+        return set(map(name_of, self.owners() | written)) - {""}
 
     def no_island(self, name: str, known: set[str]) -> UserError:
         names = ", ".join(sorted(map(name_of, known))) or "none"

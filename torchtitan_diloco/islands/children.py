@@ -13,16 +13,18 @@ from pathlib import Path
 from torchtitan_diloco.base.hardware import end_with_parent
 from torchtitan_diloco.base.registry import imports_words
 from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.islands.console import Say
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Pause before a process that has ended is started again, which doubles each time."""
+FIRST_PAUSE = 1.0
+"""Seconds until a process that has ended is started again for the first time."""
+LONGEST_PAUSE = 30.0
+"""The pause doubles each time, up to these seconds."""
 SYNCER_SECONDS = 20.0
 """Time for the syncer to publish what it merges when it is stopped."""
 SCRATCH = Path(".cache/syncer")
 """Default folder of the files of syncers, in which each run has its own."""
 NICE = 10
 """Lower priority of a syncer that shares its cores with training."""
-Say = Callable[[str], object]
 
 
 class Child:
@@ -37,8 +39,11 @@ class Child:
         *,
         may_end: bool = False,
     ) -> None:
-        """`why`: returns the reason of its end, or an empty string. `may_end`: whether it has done
-        its work when it ends with code 0, and is not started again."""
+        """Describe a process, which `start` or `runs` starts.
+
+        `why`: returns the reason of its end, or an empty string. `may_end`: whether it has done its
+        work when it ends with code 0, and is not started again.
+        """
         self.name = name
         self.process: subprocess.Popen[bytes] | None = None
         self.is_done = False

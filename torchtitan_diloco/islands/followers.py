@@ -34,7 +34,7 @@ from torchtitan_diloco.islands.instructions import rank_lost, share
 from torchtitan_diloco.islands.layout import Layout, Ranks, collect, hexadecimal
 from torchtitan_diloco.islands.payload import (
     HEADER_BYTES,
-    Header,
+    PartHeader,
     codec_for,
     cut,
     cut_sizes,
@@ -113,7 +113,7 @@ class SharedCopies:
     # --- training thread --------------------------------------------------------------------------
 
     def on_taken(self, fragment: int) -> None:
-        """Training has applied the copy that was prepared."""
+        """Take note that training has applied the prepared copy."""
         with self._changed:
             self._taken[fragment] += 1
             self._changed.notify_all()
@@ -204,7 +204,7 @@ class SharedCopies:
         checksum = torch.zeros((), dtype=torch.int64)
         is_whole = True
         try:
-            with state.background(state.moment()):
+            with state.background(state.record_event()):
                 state.prepare(pieces(), replaces=header.codec == "fp32")
                 checksum = layout.checksum(state.delta).cpu()
         except BufferTakenError:
@@ -231,10 +231,10 @@ class SharedCopies:
         pairs = zip(self._states, self._layouts, strict=True)
         sums = torch.stack([layout.checksum(state.outer).cpu() for state, layout in pairs])
         _add_up(sums, self._ranks.decisions)
-        return [hexadecimal(one) for one in sums]
+        return [hexadecimal(total) for total in sums]
 
 
-def collect_part(delta: Tensor, header: Header, layout: Layout, ranks: Ranks) -> Tensor | None:
+def collect_part(delta: Tensor, header: PartHeader, layout: Layout, ranks: Ranks) -> Tensor | None:
     """Encode the delta of each rank. Return the part on the first rank, in host memory that nothing
     else uses, and None on the others.
 

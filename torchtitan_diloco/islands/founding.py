@@ -15,7 +15,7 @@ from torchtitan_diloco.diloco.fragments import Fragment, describe_layout
 from torchtitan_diloco.islands.config import Islands, site_of
 from torchtitan_diloco.islands.followers import SharedCopies
 from torchtitan_diloco.islands.layout import Layout
-from torchtitan_diloco.islands.payload import Header, encode, memory_of
+from torchtitan_diloco.islands.payload import PartHeader, encode, memory_of
 from torchtitan_diloco.islands.rules.checkpoint import Saved
 from torchtitan_diloco.islands.rules.fields import MOST_PHASES, Digest
 from torchtitan_diloco.islands.rules.founding import Founding, SlotStart
@@ -168,8 +168,8 @@ def settings_of(
 
 def facts_of(fragments: Sequence[Fragment], facts: Mapping[str, str]) -> dict[str, str]:
     """Return what must be equal on all islands: the model, and what the caller adds."""
-    found = {"parameter layout": "\n".join(describe_layout(fragments)), **facts}
-    return {key.replace(" ", "-"): _short(value) for key, value in found.items()}
+    all_facts = {"parameter layout": "\n".join(describe_layout(fragments)), **facts}
+    return {key.replace(" ", "-"): _short(value) for key, value in all_facts.items()}
 
 
 def _short(value: str) -> str:
@@ -195,7 +195,7 @@ def store_copies(run: Run, incarnation: str, copies: SharedCopies) -> bool:
     return all(
         run.large.create(
             founding_name(incarnation, number),
-            memory_of(encode(copies.gather(number), Header())),
+            memory_of(encode(copies.gather(number), PartHeader())),
         )
         for number in range(len(copies))
     )

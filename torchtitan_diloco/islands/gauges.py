@@ -31,11 +31,11 @@ class Gauges:
         self._steps = deque[tuple[float, int, float]](maxlen=STEP_TIMES)
 
     def finish_step(self, tokens: int) -> None:
-        """`tokens`: those on which this island has trained so far."""
+        """Count a step. `tokens`: those on which this island has trained so far."""
         self._steps.append((time.monotonic(), tokens, self.waited))
 
     def read(self, vitals: Vitals, upload_rate: float = 0.0) -> notes.NotedGauges:
-        """`upload_rate`: bytes per second of the latest part."""
+        """Return the gauges for a note. `upload_rate`: bytes per second of the latest part."""
         steps = list(self._steps) or [(0.0, 0, 0.0)]
         began, tokens, waited = steps[0]
         now, tokens_now, waited_now = steps[-1]

@@ -27,7 +27,7 @@ class Heard:
     `look`, which takes seconds on some servers if a login has written thousands of notes."""
 
     def __init__(self, run: Run, ask: Deliver, deliver: Deliver) -> None:
-        """`ask`: calls a function that changes nothing in the machine."""
+        """Read nothing yet. `ask`: calls a function that changes nothing in the machine."""
         self._run = run
         self._ask = ask
         self._deliver = deliver
@@ -92,7 +92,8 @@ class Heard:
         if len(entries) == MOST_LISTED or self._listed_up_to:
             # Such as a million of one login: the next look lists others, and all that are known
             # are read now.
-            chosen += self._ask(lambda machine: [ISLAND + one for one in machine.presence.members])
+            members = self._ask(lambda machine: list(machine.presence.members))
+            chosen += [ISLAND + member for member in members]
         is_end = len(entries) < MOST_LISTED
         self._listed_up_to = "" if is_end else max(entry.name for entry in entries)
         owners = set(self._ask(_owners))
@@ -131,10 +132,10 @@ class Heard:
         """Return the content of a small object of others, or None if it is gone, damaged, or larger
         than `most` bytes."""
         try:
-            found = self._run.brief.get(name, most=most)
+            stored = self._run.brief.get(name, most=most)
         except DamagedObjectError:
             return None
-        return None if found is None else found.content
+        return None if stored is None else stored.content
 
 
 def _owners(machine: Syncer) -> list[str]:

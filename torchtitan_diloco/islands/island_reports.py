@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from torchtitan_diloco.diloco.reports import Reports
-from torchtitan_diloco.diloco.vitals import NO_ROOM, STUCK, Action, Report, Vitals
+from torchtitan_diloco.diloco.vitals import Action, Kind, Report, Vitals
 from torchtitan_diloco.islands.config import Islands, change_commands
 from torchtitan_diloco.islands.gauges import Gauges
 from torchtitan_diloco.islands.link import Link
@@ -56,7 +56,7 @@ class IslandReports(Reports):
         mine = Report(self.own_vitals(), flags)
         if stuck := link.stuck_seconds:
             text = f"its upload has made no progress for {stuck:.0f} s"
-            absent = NO_ROOM if link.run.is_full else STUCK
+            absent = Kind.NO_ROOM if link.run.is_full else Kind.STUCK
             mine = Report(self.own_vitals(), absent=absent, evidence=text)
         return reports | {self.islands.name: mine}
 
@@ -104,12 +104,12 @@ class Actions:
         self._unready = dict[str, int]()
         """Islands for which rounds do not wait, and the number of versions then."""
 
-    def update(self, decision: Decision, own: str) -> list[Action]:
-        """Return the actions that begin or end with a decision. `own`: name of this island."""
+    def update(self, decision: Decision, own_name: str) -> list[Action]:
+        """Return the actions that begin or end with a decision. `own_name`: of this island."""
         current = {
             (name, what): Action(name, what, EVIDENCE[what])
             for name, what in self._actions(decision)
-            if name != own
+            if name != own_name
         }
         begun = [action for key, action in current.items() if key not in self._standing]
         ended = [

@@ -13,7 +13,8 @@ Task: TypeAlias = Callable[[], None]
 
 class Lanes:
     def __init__(self, name: str, threads: int, on_error: Callable[[BaseException], None]) -> None:
-        """`on_error`: called in the thread of a task that fails. Others go on."""
+        """Start no thread yet. `on_error`: called in the thread of a task that fails, while others
+        go on."""
         self._pool = ThreadPoolExecutor(threads, name, initializer=_use_one_core)
         self._on_error = on_error
         self._lock = threading.Lock()

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_diloco.base.tensors import shard_rows
+from torchtitan_diloco.diloco.checksums import ROW, row_sums
 from torchtitan_diloco.diloco.fragments import Fragment
 
 NO_TIMEOUT = timedelta(days=365)
 """Ranks wait for the first one, which may wait for other islands. `Liveness` detects failures."""
-ROW, BLOCK = 1024, 2**20
-"""Values of a row of a checksum, and of a block of whole rows."""
+BLOCK = 2**20
+"""Values of a block of whole rows, whose sums are computed together for a checksum."""
 
 
 class Ranks:
@@ -92,7 +93,7 @@ class Layout:
 
     def spans(self, ranks: int, rank: int) -> list[Span]:
         """Return the spans of a rank in order, as few as possible."""
-        found = list[Span]()
+        spans = list[Span]()
         local = 0
         base = 0
         for rows, width in self.shapes:
@@ -100,12 +101,12 @@ class Layout:
             span = Span(local, base + mine.start * width, len(mine) * width)
             local += span.size
             base += rows * width
-            if found and found[-1].whole + found[-1].size == span.whole:
-                span = Span(found[-1].local, found[-1].whole, found[-1].size + span.size)
-                found.pop()
+            if spans and spans[-1].whole + spans[-1].size == span.whole:
+                span = Span(spans[-1].local, spans[-1].whole, spans[-1].size + span.size)
+                spans.pop()
             if span.size:
-                found.append(span)
-        return found
+                spans.append(span)
+        return spans
 
     def sizes(self, ranks: int) -> list[int]:
         """Return the number of values of each of `ranks` ranks."""
@@ -124,9 +125,9 @@ class Layout:
             place = span.whole
             head = -place % ROW  # the rest of a row that another rank begins
             for block in (words[:head], *words[head:].split(BLOCK)):
-                sums = _row_sums(block, place % ROW)
-                row = 2 * (place // ROW) + 1
-                weights = torch.arange(row, row + 2 * len(sums), 2, device=values.device)
+                sums = row_sums(block, place % ROW)
+                weight = 2 * (place // ROW) + 1
+                weights = torch.arange(weight, weight + 2 * len(sums), 2, device=values.device)
                 total += weights.mul_(sums).sum()
                 place += block.numel()
         return total
@@ -135,16 +136,3 @@ class Layout:
 def hexadecimal(total: Tensor) -> str:
     """Return a checksum as decisions contain it."""
     return f"{int(total) % 2**64:016x}"
-
-
-def _row_sums(words: Tensor, before: int) -> Tensor:
-    """Return the sum of each row of words. `before`: words that precede them in the first row.
-
-    Pairs of words are summed as int64: sums that widen 32 bits are far slower on a CPU.
-    """
-    size = -(-(before + words.numel()) // ROW) * ROW
-    if words.numel() < size or words.storage_offset() % 2:
-        whole = words.new_zeros(size)
-        whole[before:][: words.numel()] = words
-        words = whole
-    return words.view(torch.int64).view(-1, ROW // 2).sum(dim=1)

@@ -58,10 +58,12 @@ from torchtitan_diloco.store import AwayError, DamagedObjectError, FullError, Ki
 
 NOTE_SECONDS = 1.0
 """Seconds between two notes without a change."""
-LEAST_POLL, SHARE_OF_WAIT = 0.005, 1 / 16
-"""While training waits, decisions are read after this share of the time for which it has waited,
-and at least these seconds, if that is less than `poll_seconds` and the store is no cloud."""
-LOOK = 0.1
+SHARE_OF_WAIT = 1 / 16
+"""While training waits, decisions are read after this share of the time for which it has waited, if
+that is less than `poll_seconds` and the store is no cloud."""
+LEAST_POLL = 0.005
+"""Minimum seconds after which they are read."""
+LOOK_SECONDS = 0.1
 """Longest single wait of training, because a thread may have failed in the meantime."""
 Result = TypeVar("Result")
 
@@ -78,7 +80,7 @@ class Link:
         copies: SharedCopies,
         checksums: Sequence[str],
     ) -> None:
-        """`checksums`: of the copies P."""
+        """Build the threads, which `start` starts. `checksums`: of the copies P."""
         self.run = run
         self.machine = machine
         self.gauges: Callable[[], NotedGauges] = NotedGauges
@@ -142,6 +144,7 @@ class Link:
         self.run.close()
 
     def _guard(self, body: Callable[[], None]) -> None:
+        """Run a thread, and keep its error for `check`."""
         try:
             body()
         except _ClosedError:
@@ -199,23 +202,26 @@ class Link:
                 for send in due.sends:
                     self._claim_for_send(send.part.fragment)
                 self._say_news()
-                found = Instructions.of(self.machine, due, self.away_seconds)
-                is_something = due.applies or due.sends or found.may_train or found.ending
-                if is_something:
+                instructions = Instructions.of(self.machine, due, self.away_seconds)
+                can_go_on = instructions.may_train or instructions.ending
+                if due.applies or due.sends or can_go_on:
                     self._waits_since = None
-                if is_something or now - began > STILL_SECONDS:
-                    return found
+                    return instructions
+                if now - began > STILL_SECONDS:
+                    return instructions
                 if is_new:
                     self._is_note_due.set()
-                left = LOOK if due.waits_until is None else min(LOOK, due.waits_until - now)
-                is_new = self._changed.wait(max(0.0, left))
+                pause = LOOK_SECONDS
+                if due.waits_until is not None:
+                    pause = min(pause, due.waits_until - now)
+                is_new = self._changed.wait(max(0.0, pause))
 
     def _claim_for_send(self, fragment: int) -> None:
         """Claim the buffer of a fragment for its delta. Hold the lock."""
         self._sends.add(fragment)
         while self._claims[fragment] is Claim.PREPARING:
             self.check()  # the download may have failed
-            self._changed.wait(LOOK)
+            self._changed.wait(LOOK_SECONDS)
         self._sends.discard(fragment)
         assert fragment not in self._prepared, "a version is applied before the next send"
         self._claims[fragment] = Claim.SENDING
@@ -229,7 +235,7 @@ class Link:
         return prepared
 
     def on_applied(self, apply: Apply) -> None:
-        """A copy was applied: compare the checksum of P, and free the buffer."""
+        """Compare the checksum of P after a copy was applied, and free the buffer."""
         fragment = apply.fragment
         with self._changed:
             if apply.source is not None:
@@ -340,7 +346,7 @@ class Link:
             with self._changed:
                 stored = self._next_download()
                 if stored is None:
-                    self._changed.wait(LOOK)
+                    self._changed.wait(LOOK_SECONDS)
                     if self._closed.is_set():
                         return
                     continue
@@ -361,7 +367,7 @@ class Link:
                 # The memory is not used again: after an error, a chunk may be under way.
                 with self._changed:
                     self.machine.on_missing(stored)
-                self._sleep(LOOK)
+                self._sleep(LOOK_SECONDS)
                 continue
             if stored.kind == VERSION:  # others are larger, and not part of a cycle
                 self.transfers.add_download(stored.fragment, time.monotonic() - began)
@@ -382,7 +388,7 @@ class Link:
         while True:
             with self._changed:
                 while self._is_needed_by_send(stored.fragment):
-                    self._changed.wait(LOOK)
+                    self._changed.wait(LOOK_SECONDS)
                     if self._closed.is_set():
                         raise _ClosedError
                 if not self._is_next(stored):
@@ -408,7 +414,8 @@ class Link:
     def _is_next(self, stored: Object) -> bool:
         """Return whether an object is the next one of its fragment: it changes the P that is there.
         After a copy that is wanted first, it would change another one."""
-        of_fragment = (one for one in self.machine.wanted() if one.fragment == stored.fragment)
+        objects = self.machine.wanted()
+        of_fragment = (wanted for wanted in objects if wanted.fragment == stored.fragment)
         return stored == next(of_fragment, None)
 
     def _is_needed_by_send(self, fragment: int) -> bool:
@@ -420,7 +427,7 @@ class Link:
                 self._found()
             self._collect_garbage()
             try:
-                part, payload = self._uploads.get(timeout=LOOK)
+                part, payload = self._uploads.get(timeout=LOOK_SECONDS)
             except Empty:
                 self._sleep(0.0)
                 continue

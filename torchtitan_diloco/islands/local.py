@@ -7,7 +7,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from torchtitan_diloco.base.hardware import available_cores, end_with_parent
@@ -15,12 +14,14 @@ from torchtitan_diloco.base.process import STACKS_SIGNAL, STOP_SIGNALS
 from torchtitan_diloco.base.user import LOCAL_ISLANDS, command_line
 from torchtitan_diloco.islands.children import NICE, SYNCER_SECONDS, syncer_of
 from torchtitan_diloco.islands.config import local_names
+from torchtitan_diloco.islands.console import say
 
-STORE, SYNCER = "store", "syncer"
-"""Folders, beside those of the islands: all that islands exchange, and the files of the syncer."""
+STORE = "store"
+"""Folder beside those of the islands, with all that islands exchange."""
+SYNCER = "syncer"
+"""Folder beside these, with the files of the syncer."""
 OUTPUT = "output.txt"
 LOOK_SECONDS = 0.2
-say = partial(print, flush=True)
 
 
 def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
@@ -38,13 +39,13 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
         names = local_names(count)
         others = f"{', '.join([*names[1:], SYNCER])}: {OUTPUT} in the folders of these names"
         say(f"{others} in {folder}")
-        for own in [folder / name for name in names]:
-            own.mkdir(parents=True, exist_ok=True)
-            output = stack.enter_context((own / OUTPUT).open("ab")) if islands else None
-            flags = ["--islands.join", str(store), "--islands.name", own.name]
+        for island_folder in [folder / name for name in names]:
+            island_folder.mkdir(parents=True, exist_ok=True)
+            output = stack.enter_context((island_folder / OUTPUT).open("ab")) if islands else None
+            flags = ["--islands.join", str(store), "--islands.name", island_folder.name]
             islands.append(
                 subprocess.Popen(
-                    [*command, *flags, "--run.folder", str(own)],
+                    [*command, *flags, "--run.folder", str(island_folder)],
                     stdout=output,
                     stderr=output and subprocess.STDOUT,
                     env=os.environ | {LOCAL_ISLANDS: str(folder)},

@@ -21,7 +21,7 @@ from torchtitan_diloco.diloco.outer_step import STEP_VALUES, outer_step
 from torchtitan_diloco.islands.layout import Layout, Shapes
 from torchtitan_diloco.islands.payload import (
     HEADER_BYTES,
-    Header,
+    PartHeader,
     PartReader,
     codec_for,
     decode,
@@ -56,7 +56,7 @@ class Mean:
     """The weighted mean of parts, whose ranks may have other shards."""
 
     def __init__(self, shapes: Shapes, parts: Sequence[tuple[Buffer, int]]) -> None:
-        """`parts`: contents and weights."""
+        """Open the parts. `parts`: their contents and weights."""
         self._readers = [PartReader(content, shapes) for content, _ in parts]
         self._squares = [0.0 for _ in parts]
         """Sum of the squares of the values of each part that were read."""
@@ -141,7 +141,8 @@ def merge(
         squares += [torch.dot(values, values) for values in (theta, *slots)]
         version.publish(theta, start)
     is_finite = bool(torch.stack(squares).isfinite().all())  # far faster than each value
-    if not is_finite and not all(bool(one.isfinite().all()) for one in (after.theta, *after.slots)):
+    buffers = (after.theta, *after.slots)
+    if not is_finite and not all(bool(buffer.isfinite().all()) for buffer in buffers):
         return Merged(mean.norms, None)
     after.complete(steps)
     content = after.copy_content() if version.is_copy else memory_of(version.payload)
@@ -152,7 +153,7 @@ class _Version:
     """The content of a version, and what it makes of P."""
 
     def __init__(self, settings: Settings, published: Tensor, next_copy: Tensor) -> None:
-        header = Header(settings.codec, settings.block_size)
+        header = PartHeader(settings.codec, settings.block_size)
         self._codec = codec_for(header.codec, header.block_size)
         self.is_copy = self._codec.is_fp32
         """Whether the content is that of the next copy. It has no payload then."""

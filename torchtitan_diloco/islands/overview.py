@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_diloco.diloco.vitals import ALL, Kind
 from torchtitan_diloco.islands.past import Past
 from torchtitan_diloco.islands.rules.decision import (
     BARRED,
@@ -26,20 +27,14 @@ from torchtitan_diloco.islands.rules.decision import (
 from torchtitan_diloco.islands.rules.history import Sums
 from torchtitan_diloco.islands.rules.names import name_of
 from torchtitan_diloco.islands.rules.note import Note, NotedGauges, Part
-from torchtitan_diloco.islands.seen import (
-    ALL,
-    EVERYBODY,
-    is_moving,
-    is_silent,
-    kind_of,
-    reports_of,
-)
+from torchtitan_diloco.islands.seen import is_moving, is_silent, kind_of, reports_of
 
 STALE_SECONDS = 5.0
 """Seconds after which a new decision is missing: there is one each second."""
-QUIET_SECONDS, QUIET_CYCLES = 30.0, 3.0
-"""Minimum seconds, and number of cycles of H steps and a grace period, after which a new version is
-missing although islands train."""
+QUIET_SECONDS = 30.0
+"""Minimum seconds after which a new version is missing although islands train."""
+QUIET_CYCLES = 3.0
+"""Minimum number of cycles after which it is missing, each of H steps and a grace period."""
 RUNNING_PHASE = "running"
 REFUSED = {
     RUNNING: "refused: another process has its name",
@@ -235,8 +230,8 @@ class _Moment:
         return "trains", None
 
     def _seen(self, slot: int) -> Seen:
-        known = self.decision.seen[slot] if slot < len(self.decision.seen) else None
-        return Seen() if known is None else known
+        seen = self.decision.seen[slot] if slot < len(self.decision.seen) else None
+        return Seen() if seen is None else seen
 
     def _is_full(self) -> bool:
         return len(self.decision.owners()) >= self.decision.settings.slots
@@ -254,7 +249,8 @@ class _Moment:
         assert slot.owner is not None
         last = self.view.past.last.get(name_of(slot.owner), Sums())
         count = last.refused + last.lost
-        reason = next((one.fate.words for one in slot.ledgers if one.fate.is_left_out), None)
+        fates = (ledger.fate for ledger in slot.ledgers)
+        reason = next((fate.words for fate in fates if fate.is_left_out), None)
         return {"left_out": count or None, "left_out_reason": reason if count else None}
 
     # --- rounds and samples -----------------------------------------------------------------------
@@ -354,14 +350,14 @@ class _Moment:
         last = self._last_merged()
         seconds = waited if last is None else min(waited, last["seconds_ago"])
         usual = [seen.step_seconds for seen in decision.seen if seen is not None]
-        step = min((one for one in usual if one), default=0.0)
+        step = min((seconds for seconds in usual if seconds), default=0.0)
         cycle = decision.settings.sync_every * step + decision.settings.grace
         return seconds if seconds > max(QUIET_SECONDS, QUIET_CYCLES * cycle) else None
 
     def _validated(self) -> list[tuple[int, float]]:
         """Return the losses of the shared model in the notes, which the history has later."""
-        found = [note.read_gauges().validated for note in self.view.notes.values()]
-        return [pair for pair in found if pair is not None and math.isfinite(pair[1])]
+        validated = [note.read_gauges().validated for note in self.view.notes.values()]
+        return [pair for pair in validated if pair is not None and math.isfinite(pair[1])]
 
     def _last_merged(self) -> dict[str, Any] | None:
         ages = {
@@ -380,7 +376,7 @@ class _Moment:
         decision = self.decision
         if decision.ended:
             return []
-        found = {
+        verdicts = {
             f"{name}: {report.absent}"
             for name, report in reports_of(decision).items()
             if report.absent
@@ -388,10 +384,10 @@ class _Moment:
         for slot, seen in zip(decision.slots, decision.seen, strict=False):
             if slot.owner is None or seen is None or is_silent(seen):
                 continue
-            found |= _said(slot, seen)
+            verdicts |= _own_verdict(slot, seen)
             if decision.told.get(slot.owner) == SICK:
-                found.add(f"{name_of(slot.owner)}: its numbers are repeatedly wrong")
-        return sorted(found)
+                verdicts.add(f"{name_of(slot.owner)}: its numbers are repeatedly wrong")
+        return sorted(verdicts)
 
 
 def _waiting(view: View, slot: Slot) -> dict[int, Part]:
@@ -404,8 +400,9 @@ def _waiting(view: View, slot: Slot) -> dict[int, Part]:
     }
 
 
-def _said(slot: Slot, seen: Seen) -> set[str]:
+def _own_verdict(slot: Slot, seen: Seen) -> set[str]:
+    """Return the verdict of the owner of a slot about itself, or about all, if it has one."""
     kind = kind_of(seen.says)
     if not kind:
         return set()
-    return {f"{ALL if kind == EVERYBODY else name_of(slot.owner or '')}: {kind}"}
+    return {f"{ALL if kind == Kind.EVERYBODY else name_of(slot.owner or '')}: {kind}"}

@@ -60,12 +60,12 @@ class RunPages:
         view = self._view
         if view is None:
             return {"/": ("text/plain", self._problem.encode())}
-        found = overview(view)
+        numbers = overview(view)
         past = view.past
-        html = html_page(found, past.stays, past.losses, at=past.ended or time.time())
+        html = html_page(numbers, past.stays, past.losses, at=past.ended or time.time())
         return {
             "/": ("text/html", html.encode()),
-            "/metrics": ("text/plain; version=0.0.4", metrics(found).encode()),
+            "/metrics": ("text/plain; version=0.0.4", metrics(numbers).encode()),
         }
 
     def _run(self) -> None:

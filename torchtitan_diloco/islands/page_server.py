@@ -48,7 +48,7 @@ def _template() -> Template:
 
 
 def html_page(
-    found: dict[str, Any],
+    numbers: dict[str, Any],
     stays: Sequence[Stay],
     losses: Sequence[tuple[float, float]],
     *,
@@ -57,30 +57,30 @@ def html_page(
     """Return the page of a run, which refreshes itself.
 
     Args:
-        found: its overview.
+        numbers: its overview.
         stays: when islands were there.
         losses: merged tokens, and the loss of the shared model.
         at: current time, in seconds since 1970.
     """
     return _template().render(
-        found=found,
-        headline=headline(found),
+        found=numbers,
+        headline=headline(numbers),
         at=time_text(at),
         lanes=lanes_of(stays, at),
-        tables={title: table(found[key]) for title, key in TABLES.items()},
+        tables={title: table(numbers[key]) for title, key in TABLES.items()},
         losses=sorted(losses),
-        news=[(time_text(one["time"]), one["text"]) for one in reversed(found["news"])],
+        news=[(time_text(event["time"]), event["text"]) for event in reversed(numbers["news"])],
     )
 
 
-def metrics(found: Mapping[str, Any]) -> str:
+def metrics(numbers: Mapping[str, Any]) -> str:
     """Return the numbers for Prometheus, with names of islands and fragments as the only labels."""
     islands = [
         row | {"trains": row["doing"] == "trains"}
-        for row in found["islands"]
+        for row in numbers["islands"]
         if row["slot"] is not None  # so there is one for each slot at most
     ]
-    rows = {"run": [found], "island": islands, "fragment": found["fragments"]}
+    rows = {"run": [numbers], "island": islands, "fragment": numbers["fragments"]}
     lines = []
     for scope, keys in GAUGES.items():
         for key in keys:
@@ -137,7 +137,8 @@ class PageServer(ThreadingHTTPServer):
         logins: Callable[[], Mapping[str, str]] | None,
         certificate: Certificate | None = None,
     ) -> None:
-        """
+        """Listen, and serve the pages in a thread.
+
         Args:
             pages: what it shows. It is closed with the server, also if that does not start.
             host: address of this machine.
@@ -210,12 +211,12 @@ class _Handler(BaseHTTPRequestHandler):
         headers = self.headers
         if not self.server.allows(headers.get("Authorization", ""), headers.get("Host", "")):
             self._answer(401, {"WWW-Authenticate": 'Basic realm="islands"'})
-        elif (found := self.server.pages.page(self.path)) is None:
+        elif (page := self.server.pages.page(self.path)) is None:
             self._answer(404, {})
         else:
             policy = "default-src 'none'; style-src 'unsafe-inline'"
-            answer = {"Content-Type": found[0], "Content-Security-Policy": policy}
-            self._answer(200, answer | {"Cache-Control": "no-store"}, found[1])
+            answer = {"Content-Type": page[0], "Content-Security-Policy": policy}
+            self._answer(200, answer | {"Cache-Control": "no-store"}, page[1])
 
     def _answer(self, status: int, headers: dict[str, str], content: bytes = b"") -> None:
         self.send_response(status)

@@ -86,8 +86,8 @@ def past_of(decision: Decision, stored: Iterable[Bin] = ()) -> Past:
     past = Past(began=decision.written - decision.age)
     now = decision.written
     reader = _Reader(past)
-    for one in bins:
-        reader.read(one, now)
+    for bin_ in bins:
+        reader.read(bin_, now)
     reader.finish(decision)
     past.last = _summed(bins[-2:])
     return past
@@ -102,21 +102,21 @@ class _Reader:
         """Stays that have not ended, by name."""
         self._away = set[str]()
 
-    def read(self, one: Bin, now: float) -> None:
+    def read(self, bin_: Bin, now: float) -> None:
         past = self._past
-        begin = past.began + one.since
-        end = past.began + one.until if one.until else now
-        for name in one.islands:  # whose first bins are not read
+        begin = past.began + bin_.since
+        end = past.began + bin_.until if bin_.until else now
+        for name in bin_.islands:  # whose first bins are not read
             is_known = any(stay.name == name for stay in past.stays)
-            if not is_known and not any(_comes(event, name) for event in one.events):
+            if not is_known and not any(_comes(event, name) for event in bin_.events):
                 self._begin(name, begin)
-        for event in one.events:
+        for event in bin_.events:
             self._read_event(event)
-        if one.left_out:
-            past.news.append((end, f"{one.left_out} more events are not listed"))
-        for name in {**past.intervals, **one.islands}:
-            self._add(name, begin, end, one.islands.get(name, Sums()))
-        for tokens, loss in one.validated:
+        if bin_.left_out:
+            past.news.append((end, f"{bin_.left_out} more events are not listed"))
+        for name in {**past.intervals, **bin_.islands}:
+            self._add(name, begin, end, bin_.islands.get(name, Sums()))
+        for tokens, loss in bin_.validated:
             if not past.losses or tokens > past.losses[-1][0]:
                 append_thinned(past.losses, (tokens, loss))
 
@@ -186,12 +186,12 @@ def _comes(event: Event, name: str) -> bool:
 
 def _summed(bins: Sequence[Bin]) -> dict[str, Sums]:
     total = dict[str, Sums]()
-    for one in bins:
-        for name, sums in one.islands.items():
-            known = total.setdefault(name, Sums())
-            known.parts += sums.parts
-            known.refused += sums.refused
-            known.lost += sums.lost
-            known.loss += sums.loss
-            known.with_loss += sums.with_loss
+    for bin_ in bins:
+        for name, sums in bin_.islands.items():
+            sums_so_far = total.setdefault(name, Sums())
+            sums_so_far.parts += sums.parts
+            sums_so_far.refused += sums.refused
+            sums_so_far.lost += sums.lost
+            sums_so_far.loss += sums.loss
+            sums_so_far.with_loss += sums.with_loss
     return total

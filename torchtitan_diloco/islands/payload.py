@@ -35,7 +35,9 @@ _HEADER = struct.Struct(f"<4sI{NAME_BYTES}sIIQ")
 HEADER_BYTES = _HEADER.size
 
 
-class Header(NamedTuple):
+class PartHeader(NamedTuple):
+    """The header of a part, or of another object with tensors."""
+
     codec: str = "fp32"
     block_size: int = 64
     ranks: int = 1
@@ -48,12 +50,12 @@ class Header(NamedTuple):
         return _HEADER.pack(_MAGIC, self.ranks, codec, self.block_size, 0, self.steps)
 
 
-def read_header(content: Buffer) -> Header:
+def read_header(content: Buffer) -> PartHeader:
     """Return the header of a content. Raise a MalformedError if it is not one."""
     if len(content) < HEADER_BYTES:
         raise MalformedError("it is shorter than its header")
     magic, ranks, codec, block_size, _, steps = _HEADER.unpack_from(content)
-    header = Header(codec.rstrip(b"\0").decode("ascii", "replace"), block_size, ranks, steps)
+    header = PartHeader(codec.rstrip(b"\0").decode("ascii", "replace"), block_size, ranks, steps)
     is_known = magic == _MAGIC and header.codec in island_formats() and block_size in BLOCK_SIZES
     if not is_known or not 1 <= ranks <= MOST_RANKS:
         raise MalformedError("its header is unknown")
@@ -91,7 +93,7 @@ def codec_for(name: str, block_size: int) -> Codec:
 # --- encode ---------------------------------------------------------------------------------------
 
 
-def encode(values: Tensor, header: Header) -> Tensor:
+def encode(values: Tensor, header: PartHeader) -> Tensor:
     """Return a header and encoded values, in host memory that nothing else uses."""
     codec = codec_for(header.codec, header.block_size)
     payload = torch.empty(HEADER_BYTES + codec.wire_bytes(values.numel()), dtype=torch.uint8)
@@ -110,7 +112,7 @@ def encode_into(payload: Tensor, codec: Codec, values: Tensor) -> None:
     payload.copy_(encoded)
 
 
-def write_header(payload: Tensor, header: Header) -> None:
+def write_header(payload: Tensor, header: PartHeader) -> None:
     """Write a header to the beginning of a tensor of bytes."""
     payload[:HEADER_BYTES].copy_(bytes_of(bytearray(header.pack())))
 
@@ -234,7 +236,7 @@ def cut(content: Buffer, layout: Layout, rank: int) -> list[Tensor]:
     ]
 
 
-def cut_sizes(header: Header, layout: Layout, rank: int) -> list[int]:
+def cut_sizes(header: PartHeader, layout: Layout, rank: int) -> list[int]:
     """Return the sizes of what `cut` returns."""
     codec = codec_for(header.codec, header.block_size)
     return [
@@ -243,7 +245,7 @@ def cut_sizes(header: Header, layout: Layout, rank: int) -> list[int]:
     ]
 
 
-def decode_cut(encoded: Sequence[Tensor], header: Header, layout: Layout) -> Iterator[Tensor]:
+def decode_cut(encoded: Sequence[Tensor], header: PartHeader, layout: Layout) -> Iterator[Tensor]:
     """Yield the values of this rank in order, to be read until the next ones.
 
     `encoded`: what `cut` returns for it.
@@ -279,7 +281,7 @@ def check_part(content: Buffer, part: Part, layout: Layout, block_size: int) -> 
 
     `layout`: that of its ranks. Its values are looked at when they are merged.
     """
-    if read_header(content) != Header(part.codec, block_size, part.ranks):
+    if read_header(content) != PartHeader(part.codec, block_size, part.ranks):
         raise MalformedError("its header differs from its note")
     if len(content) != part.size:
         raise MalformedError(f"it has {len(content)} bytes, and its note says {part.size}")

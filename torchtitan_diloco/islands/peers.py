@@ -44,7 +44,7 @@ from torchtitan_diloco.islands.island_reports import IslandReports
 from torchtitan_diloco.islands.layout import Layout, Ranks, shapes_of
 from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.own_rounds import OwnRounds
-from torchtitan_diloco.islands.payload import Header
+from torchtitan_diloco.islands.payload import PartHeader
 from torchtitan_diloco.islands.rules import fragment as rules
 from torchtitan_diloco.islands.rules import note as notes
 from torchtitan_diloco.islands.rules.fields import MOST_TOKENS
@@ -451,7 +451,7 @@ class IslandPeers(Peers):
             squared_norm = sum_over_ranks(squared_norm_of_rank, self._ranks.uploads, 0)
             if math.isfinite(squared_norm):
                 block_size = self._loop.config.quantization.block_size
-                header = Header(part.codec, block_size, part.ranks)
+                header = PartHeader(part.codec, block_size, part.ranks)
                 layout = self._layouts[part.fragment]
                 payload = collect_part(state.delta, header, layout, self._ranks)
             else:

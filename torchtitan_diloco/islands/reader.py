@@ -51,7 +51,7 @@ class Reader:
     """Reader of a run. Only one thread at a time may call this."""
 
     def __init__(self, run: Run, *, whole: bool) -> None:
-        """`whole`: read the whole history, and not only its end."""
+        """Read nothing yet. `whole`: read the whole history later, and not only its end."""
         self.run = run
         self.decision: Decision | None = None
         self._decisions = Decisions(run)
@@ -99,7 +99,7 @@ class Reader:
         because = self._unreadable_because
         if decision is None:
             return View(away_seconds=away, unreadable_because=because)
-        bins = [one for _, one in sorted(self._bins.items()) if one is not None]
+        bins = [bin_ for _, bin_ in sorted(self._bins.items()) if bin_ is not None]
         return View(
             decision=decision,
             notes=dict(self._notes),
@@ -175,9 +175,9 @@ class Reader:
             if self._tags.get(incarnation) == tag:
                 continue
             with suppress(DamagedObjectError, MalformedError):
-                found = self.run.brief.get(entry.name)
-                if found is not None:
-                    self._notes[incarnation] = decode_note(found.content)
+                stored = self.run.brief.get(entry.name)
+                if stored is not None:
+                    self._notes[incarnation] = decode_note(stored.content)
             self._tags[incarnation] = tag
         for known in list(self._tags):
             if known not in chosen:
@@ -192,11 +192,11 @@ class Reader:
         for number in range(begin, until):
             if number in self._bins:
                 continue
-            one: Bin | None = None
+            bin_: Bin | None = None
             with suppress(DamagedObjectError, MalformedError):
-                found = self.run.brief.get(history_name(number))
-                one = None if found is None else decode_bin(found.content)
-            self._bins[number] = one
+                stored = self.run.brief.get(history_name(number))
+                bin_ = None if stored is None else decode_bin(stored.content)
+            self._bins[number] = bin_
 
 
 def _age(entry: ListedObject) -> float:
@@ -234,9 +234,10 @@ def print_status(location: str, *, as_json: bool, repeat: bool) -> None:
     """Print the numbers of a run once, or refresh them on a terminal until Ctrl-C."""
     with open_reader(location) as reader:
         while True:
-            found = reader.overview()
+            numbers = reader.overview()
             clear = CLEAR * (repeat and sys.stdout.isatty())
-            print(clear + (json.dumps(found) if as_json else render(found, "store")), flush=True)
+            text = json.dumps(numbers) if as_json else render(numbers, "store")
+            print(clear + text, flush=True)
             if not repeat:
                 return
             time.sleep(REFRESH_SECONDS)

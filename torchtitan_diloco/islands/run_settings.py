@@ -110,7 +110,7 @@ def _read(section: Any, path: tuple[str, ...]) -> Any:
 
 
 def _replaced(section: Any, path: tuple[str, ...], value: Any) -> Any:
-    name, *rest = path
-    if rest:
-        value = _replaced(getattr(section, name), tuple(rest), value)
+    name, *inner = path
+    if inner:
+        value = _replaced(getattr(section, name), tuple(inner), value)
     return replace(section, **{name: value})

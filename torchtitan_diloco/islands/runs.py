@@ -43,8 +43,11 @@ class Run:
     """
 
     def __init__(self, store: Store, streams: int = STREAMS, patience: float = 0.0) -> None:
-        """`streams`: number of chunks of large objects in flight at a time. `patience`: seconds for
-        which a call of a small object is repeated."""
+        """Use the objects in a store.
+
+        `streams`: number of chunks of large objects in flight at a time. `patience`: seconds for
+        which a call of a small object is repeated.
+        """
         self.store = store
         self.location = store.location
         self.large = LargeObjects(store, streams)
@@ -77,8 +80,8 @@ class Run:
                 else:
                     call = calls.send(result)
         except StopIteration as end:
-            found: Result = end.value
-            return found
+            result_of_calls: Result = end.value
+            return result_of_calls
 
     def _make(self, call: Call, sleep: Callable[[float], None]) -> object:
         match call:
@@ -86,11 +89,11 @@ class Run:
                 return self.brief.create(call.name, call.content)
             case Get():
                 try:
-                    found = self.brief.get(call.name)
+                    stored = self.brief.get(call.name)
                 except DamagedObjectError as error:
                     reason = str(error).removeprefix(f"{self.location}: ")
                     raise DamagedDecisionError(reason) from error
-                return None if found is None else found.content
+                return None if stored is None else stored.content
             case List():
                 return [entry.name for entry in self.brief.list(call.prefix, call.after)]
             case Delete():

@@ -25,7 +25,7 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands.layout import Layout, hexadecimal
 from torchtitan_diloco.islands.payload import (
     HEADER_BYTES,
-    Header,
+    PartHeader,
     bytes_of,
     memory_of,
     read_header,
@@ -83,8 +83,8 @@ class FragmentState:
 
     def complete(self, steps: int) -> None:
         """Write the headers, and the checksum by which a later process recognizes its own file."""
-        write_header(self._memory, Header())
-        write_header(self._memory[self._start :], Header(steps=steps))
+        write_header(self._memory, PartHeader())
+        write_header(self._memory[self._start :], PartHeader(steps=steps))
         self._memory[self._end :].copy_(bytes_of(bytearray(self._checksum())))
 
     def _checksum(self) -> bytes:
@@ -114,7 +114,8 @@ class Scratch:
     """The files of a syncer. Any thread may call this."""
 
     def __init__(self, folder: Path, shapes: Sequence[Sequence[tuple[int, int]]], slots: int):
-        """`folder`: of one run on this machine. `slots`: buffers of the outer optimizer."""
+        """Open the folder. `folder`: of one run on this machine. `slots`: buffers of the outer
+        optimizer."""
         self.layouts = [Layout(shape) for shape in shapes]
         self._slots = slots
         self._folder = folder

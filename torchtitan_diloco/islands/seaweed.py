@@ -143,8 +143,8 @@ class Seaweed:
                 f"{self.folder.path}: SeaweedFS cannot be configured: {error}"
             ) from error
         if '"fsync"' not in answer.stdout:
-            said = " ".join((answer.stdout + answer.stderr).split())[:300]
-            raise UserError(f"{self.folder.path}: SeaweedFS cannot be configured: {said}")
+            printed = " ".join((answer.stdout + answer.stderr).split())[:300]
+            raise UserError(f"{self.folder.path}: SeaweedFS cannot be configured: {printed}")
 
     def flush_names(self) -> None:
         """Flush the names of objects to the disk, which SeaweedFS leaves to the system."""
@@ -186,8 +186,8 @@ class Seaweed:
         """Return why SeaweedFS has ended, if it said so."""
         with suppress(OSError):
             text = (self.folder.server / "output").read_text(errors="replace")
-            found = REASON.findall(text)
-            return str(found[-1])[:300] if found else ""
+            reasons = REASON.findall(text)
+            return str(reasons[-1])[:300] if reasons else ""
         return ""
 
 
@@ -199,16 +199,16 @@ def find_weed() -> Path:
     if program is None:
         raise UserError(f"SeaweedFS is missing: {remedy}")
     try:
-        said = subprocess.run(
+        printed = subprocess.run(
             [program, "version"], capture_output=True, text=True, check=True, timeout=60
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"{program} does not run ({error}): {remedy}") from error
-    version = re.search(r"(\d+)\.(\d+)", said)
+    version = re.search(r"(\d+)\.(\d+)", printed)
     if version is None or (int(version[1]), int(version[2])) < OLDEST:
-        found = version[0] if version else said.strip()[:80]
+        installed = version[0] if version else printed.strip()[:80]
         raise UserError(
-            f"{program} is SeaweedFS {found}, and {OLDEST[0]}.{OLDEST[1]} or newer is needed: "
+            f"{program} is SeaweedFS {installed}, and {OLDEST[0]}.{OLDEST[1]} or newer is needed: "
             f"{remedy}"
         )
     return Path(program)

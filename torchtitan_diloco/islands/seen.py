@@ -6,31 +6,27 @@ All follows from the newest decision, whose times are on one clock. No decision 
 from collections.abc import Sequence
 
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.vitals import HUNG, NO_ROOM, STOPPED, STUCK, Report, Vitals, absence
+from torchtitan_diloco.diloco.vitals import ALL, Kind, Report, Vitals, absence
 from torchtitan_diloco.islands.rules import presence
 from torchtitan_diloco.islands.rules.decision import IS_IDLE, Decision, Fate, Seen, Slot
 from torchtitan_diloco.islands.rules.names import name_of
 
-WRONG = "wrong numbers"
-EVERYBODY = "everybody slow"
 KINDS = (
-    STOPPED,
-    HUNG,
-    STUCK,
-    NO_ROOM,
-    WRONG,
-    "busy cores",
-    "slow compute",
-    "slow data",
-    "slow save",
-    "slow sending",
-    "slow receiving",
-    "slow link",
-    EVERYBODY,
+    Kind.STOPPED,
+    Kind.HUNG,
+    Kind.STUCK,
+    Kind.NO_ROOM,
+    Kind.NUMBERS,
+    Kind.LOAD,
+    Kind.COMPUTE,
+    Kind.DATA,
+    Kind.SAVE,
+    Kind.SENDING,
+    Kind.RECEIVING,
+    Kind.LINK,
+    Kind.EVERYBODY,
 )
 """Kinds of verdicts, the worst first. The code of a kind in a note is its place here, plus one."""
-ALL = "all"
-"""The culprit of a verdict about all islands."""
 MOVING_STEPS = 3
 """Number of usual steps after which an island without a step counts as not moving."""
 
@@ -87,30 +83,30 @@ def _report(decision: Decision, slot: Slot, seen: Seen) -> Report:
         still=seen.still,
         longest=max(presence.SILENT, decision.settings.slot_seconds),
         may_wait=may_wait,
-        is_stuck=says in (STUCK, NO_ROOM),
+        is_stuck=says in (Kind.STUCK, Kind.NO_ROOM),
     )
-    if absent == STUCK:
+    if absent == Kind.STUCK:
         absent = says
     flags = _flags(slot)
-    if says == WRONG:
+    if says == Kind.NUMBERS:
         flags |= NOT_FINITE
     evidence = {
-        STOPPED: f"no note of it for {seen.heard:.0f} s",
-        HUNG: f"its last step, {seen.step}, was {seen.still:.0f} s ago",
-        STUCK: "it says so",
-        NO_ROOM: "it says so",
+        Kind.STOPPED: f"no note of it for {seen.heard:.0f} s",
+        Kind.HUNG: f"its last step, {seen.step}, was {seen.still:.0f} s ago",
+        Kind.STUCK: "it says so",
+        Kind.NO_ROOM: "it says so",
         "": "",
     }
-    said = seen.vitals
-    vitals = Vitals(download=said.download)
+    noted = seen.vitals
+    vitals = Vitals(download=noted.download)
     if is_moving(seen):
         vitals = Vitals(
-            compute=said.compute,
-            data=said.data,
-            save=said.save,
-            queued=said.queued,
-            upload=said.upload,
-            download=said.download,
+            compute=noted.compute,
+            data=noted.data,
+            save=noted.save,
+            queued=noted.queued,
+            upload=noted.upload,
+            download=noted.download,
         )
     return Report(vitals, flags, absent=absent, evidence=evidence[absent])
 

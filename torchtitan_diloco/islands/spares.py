@@ -9,7 +9,8 @@ class Spares:
     and to compare its checksum. Any thread may call this."""
 
     def __init__(self, most: int) -> None:
-        """`most`: number of contents whose memory is kept while nothing uses it."""
+        """Keep nothing yet. `most`: number of contents whose memory is kept while nothing uses
+        it."""
         self._most = most
         self._lock = threading.Lock()
         self._spares = list[memoryview]()

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 MOST_POINTS = 1000
 """Maximum number of points of a curve."""
-LEAST_GAP, GAP_FACTOR = 5.0, 5.0
-"""An island was away if it sent nothing for these seconds, and for this multiple of the usual
-time."""
+LEAST_GAP = 5.0
+"""Minimum seconds for which an island that was away sent nothing."""
+GAP_FACTOR = 5.0
+"""It also sent nothing for this multiple of the usual time."""
 
 
 @dataclass
@@ -61,22 +62,30 @@ class Lanes(NamedTuple):
 
 
 def lanes_of(stays: Iterable[Stay], end: float = 0.0) -> Lanes:
-    """`end`: end of the lanes, at least that of the last stay, in seconds since 1970."""
+    """Return the lanes of islands. `end`: end of the lanes, at least that of the last stay, in
+    seconds since 1970."""
     by_name = dict[str, list[Stay]]()
     for stay in stays:
         by_name.setdefault(stay.name, []).append(stay)
-    spans = [span for own in by_name.values() for stay in own for span in stay.spans]
+    spans = [
+        span
+        for stays_of_island in by_name.values()
+        for stay in stays_of_island
+        for span in stay.spans
+    ]
     begin = min((start for start, _ in spans), default=end)
     end = max([end, *(last for _, last in spans)])  # clocks of machines differ
     share = 100 / ((end - begin) or 1.0)
     rows = []
-    for name, own in by_name.items():
+    for name, stays_of_island in by_name.items():
         bars = [
             (share * (a - begin), share * (b - a), f"{time_text(a)} to {time_text(b)} {stay.ended}")
-            for stay in own
+            for stay in stays_of_island
             for a, b in stay.spans
         ]
-        late = [(share * (at - begin), time_text(at)) for stay in own for at in stay.late]
+        late = [
+            (share * (at - begin), time_text(at)) for stay in stays_of_island for at in stay.late
+        ]
         rows.append((name, bars, late))
     return Lanes(rows, time_text(begin), time_text(end))
 

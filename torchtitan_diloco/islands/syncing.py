@@ -30,6 +30,7 @@ from queue import SimpleQueue
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.process import STOP_SIGNALS
 from torchtitan_diloco.islands.config import check_may_decide
+from torchtitan_diloco.islands.console import Say
 from torchtitan_diloco.islands.heard import Heard
 from torchtitan_diloco.islands.lanes import Lanes
 from torchtitan_diloco.islands.rules.commit import (
@@ -79,9 +80,11 @@ from torchtitan_diloco.islands.waiting import Waiting, awaited_by_syncer
 from torchtitan_diloco.store import AwayError
 from torchtitan_diloco.store.large import owner_of
 
-TICK, BUSY = 0.02, 3.0
-"""Seconds between two ticks of the rules without an event, and multiple of the time of a tick."""
-LOOK_SECONDS = 0.1
+TICK = 0.02
+"""Minimum seconds between two ticks of the rules without an event."""
+BUSY = 3.0
+"""Minimum pause between them, as a multiple of the time of a tick."""
+LISTING_SECONDS = 0.1
 """Minimum seconds between two lists of notes and changes."""
 SWEEP_SECONDS = 60.0
 SWEPT = (f"{VERSION}/", f"{COPY}/", f"{OUTER}/", PART, ISLAND, FOUND, RUN)
@@ -106,11 +109,14 @@ class SyncerProcess:
         *,
         threads: int = 1,
         stays: bool = False,
-        say: Callable[[str], None] = logger.info,
+        say: Say = logger.info,
     ) -> None:
-        """`scratch`: folder for this process alone, so a syncer that led with it has ended.
-        `threads`: cores for arithmetic. `stays`: whether to go on after the end of the run, which
-        a change of its length undoes."""
+        """Read nothing before `run`.
+
+        `scratch`: folder for this process alone, so a syncer that led with it has ended. `threads`:
+        cores for arithmetic. `stays`: whether to go on after the end of the run, which a change of
+        its length undoes.
+        """
         self._run = run
         self._scratch = scratch
         self._threads = threads
@@ -191,7 +197,7 @@ class Term:
         threads: int,
         stays: bool,
         stopping: threading.Event,
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         self._run = run
         self._stays = stays
@@ -214,7 +220,6 @@ class Term:
             run, self._fragments, self._deliver, self._sleep, self._supersede
         )
         self._heard = Heard(run, self._ask, self._deliver)
-        """Number of lines of the machine that were said."""
         self._waiting = Waiting(IN_LOG)
         self._waits_since = time.monotonic()
 
@@ -301,9 +306,9 @@ class Term:
             self.machine.is_stopping |= self._stopping.is_set() or self._is_done()
             jobs = self.machine.tick(began)
             needed = {
-                (one.incarnation, one.part)
+                (waiting_part.incarnation, waiting_part.part)
                 for round_ in self.machine.rounds
-                for one in (*round_.waiting.values(), *round_.merging)
+                for waiting_part in (*round_.waiting.values(), *round_.merging)
             }
             news = self.machine.news.take()
             awaited = awaited_by_syncer(self.machine, self._run.location)
@@ -386,7 +391,7 @@ class Term:
             began = time.monotonic()
             with suppress(AwayError):
                 self._heard.look()
-            self._sleep(max(LOOK_SECONDS, self._poll_pause(), time.monotonic() - began))
+            self._sleep(max(LISTING_SECONDS, self._poll_pause(), time.monotonic() - began))
 
     def _poll_pause(self) -> float:
         """Return the seconds after which notes are read again."""
@@ -425,9 +430,7 @@ class Term:
         return chunks
 
 
-def sync(
-    location: str, scratch: Path, *, threads: int, stays: bool, say: Callable[[str], None]
-) -> None:
+def sync(location: str, scratch: Path, *, threads: int, stays: bool, say: Say) -> None:
     """Run a syncer in this process, until a signal or the end of the run."""
     check_may_decide(location)
     first = folder_of(scratch, location)
@@ -451,7 +454,7 @@ def sync(
         run.close()
 
 
-def _finish(run: Run, folders: Sequence[Path], say: Callable[[str], None]) -> None:
+def _finish(run: Run, folders: Sequence[Path], say: Say) -> None:
     """Say that the run has ended, and delete its files unless they are newer than the objects.
 
     `folders`: of this syncer, and of those that have died.

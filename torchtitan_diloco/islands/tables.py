@@ -19,31 +19,32 @@ FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "waited": ("waited", "{:.0%}".format),
 }
 """Heading and format of the columns that are not shown unchanged."""
-HIDDEN = {"for_seconds", "left_out_reason", "incarnation", "tokens", "caught_up", "leaving"}
+HIDDEN = {"for_seconds", "left_out_reason", "incarnation", "tokens", "leaving"}
 """Keys for programs, which users see elsewhere."""
 
 
-def headline(found: dict[str, Any]) -> dict[str, str]:
+def headline(numbers: dict[str, Any]) -> dict[str, str]:
     """Return the numbers of the whole run by name."""
-    merged = found["tokens_merged"]
-    total = found["total_tokens"]
-    last = found["last_merged"]
+    merged = numbers["tokens_merged"]
+    total = numbers["total_tokens"]
+    last = numbers["last_merged"]
     lines = {}
     if total:
         lines["tokens merged"] = f"{merged:,} of {total:,} ({merged / total:.1%})"
-    if rate := found["tokens_per_second"]:
-        left = found["eta_seconds"]
-        lines["speed"] = f"{rate:,} tokens/s" + ("" if left is None else f", ETA {clock(left)}")
+    if rate := numbers["tokens_per_second"]:
+        remaining = numbers["eta_seconds"]
+        speed = f"{rate:,} tokens/s"
+        lines["speed"] = speed if remaining is None else f"{speed}, ETA {clock(remaining)}"
     if last:
         version = f"version {last['version']} of fragment {last['fragment']}"
         lines["last merged"] = f"{version}, {clock(last['seconds_ago'])} ago"
-    if found["loss"] is not None:
-        place = f"at {found['loss_at_tokens']:,} tokens"
-        lines["loss of the shared model"] = f"{found['loss']:.4f} {place}"
-    if found["verdicts"]:
-        lines["verdicts"] = ", ".join(found["verdicts"])
-    if found["kept_samples"] is not None:
-        lines["kept samples"] = f"{found['kept_samples']:.1%} of those merged, lost or read twice"
+    if numbers["loss"] is not None:
+        place = f"at {numbers['loss_at_tokens']:,} tokens"
+        lines["loss of the shared model"] = f"{numbers['loss']:.4f} {place}"
+    if numbers["verdicts"]:
+        lines["verdicts"] = ", ".join(numbers["verdicts"])
+    if numbers["kept_samples"] is not None:
+        lines["kept samples"] = f"{numbers['kept_samples']:.1%} of those merged, lost or read twice"
     return lines
 
 
@@ -76,12 +77,12 @@ def _cell(name: str, row: dict[str, Any]) -> str:
     return str(value)
 
 
-def render(found: dict[str, Any], source: str) -> str:
+def render(numbers: dict[str, Any], source: str) -> str:
     """Return the numbers as text for a terminal. `source`: what they are read from."""
-    run = f"run {found['run']}" if found["run"] else "no run yet"
-    lines = [f"{run}: {found['phase']}; {source}: {found['connection']}"]
-    lines += [f"{name}: {text}" for name, text in headline(found).items()]
+    run = f"run {numbers['run']}" if numbers["run"] else "no run yet"
+    lines = [f"{run}: {numbers['phase']}; {source}: {numbers['connection']}"]
+    lines += [f"{name}: {text}" for name, text in headline(numbers).items()]
     for title, key in TABLES.items():
-        names, cells = table(found[key])
+        names, cells = table(numbers[key])
         lines += ["", title, markdown_table(names, cells) if cells else "none"]
     return "\n".join(lines)

@@ -50,8 +50,10 @@ from torchtitan_diloco.islands.spares import Spares
 from torchtitan_diloco.islands.transfers import AGAIN_SECONDS, UNREADABLE_SECONDS
 from torchtitan_diloco.store import AwayError, DamagedObjectError, FullError
 
-LOOKS, LOOK_SECONDS = 10, 0.3
-"""Number of attempts to find an object that is not visible yet, and the seconds between them."""
+LOOKS = 10
+"""Number of attempts to find an object that is not visible yet."""
+LOOK_SECONDS = 0.3
+"""Seconds between these attempts."""
 SPARE_PARTS = 8
 """Number of parts whose memory is kept for other parts."""
 SPARE_BYTES = 4096
@@ -253,7 +255,7 @@ class FragmentTasks:
         return self._spares.take(min(part.size, most))
 
     def keep_part(self, incarnation: str, part: Part, content: memoryview) -> None:
-        """`content`: in memory from `memory_for`."""
+        """Keep a part until it is merged. `content`: in memory from `memory_for`."""
         with self._lock:
             self._parts[incarnation, part] = content
 
@@ -274,7 +276,10 @@ class FragmentTasks:
         before = self._settled[fragment]
         after = scratch.take(fragment)
         with self._lock:
-            parts = [(self._parts[one.incarnation, one.part], one.part.weight) for one in job.parts]
+            parts = [
+                (self._parts[waiting_part.incarnation, waiting_part.part], waiting_part.part.weight)
+                for waiting_part in job.parts
+            ]
         merged = merge(
             before,
             after,
@@ -301,7 +306,7 @@ class FragmentTasks:
         self._deliver(lambda machine: machine.on_merged(fragment, job.version, checksum))
 
     def _settle(self, job: Settle) -> None:
-        """The newest version counts. One that did not would have to be computed again."""
+        """Make the newest version the one to go on from, as it counts."""
         assert self._versions[job.fragment] == job.version
         before = self._settled[job.fragment]
         self._settled[job.fragment] = self._merged.pop(job.fragment)
@@ -311,6 +316,7 @@ class FragmentTasks:
         """Keep copy and outer state until they are uploaded."""
         state = self._merged.get(job.fragment, self._settled[job.fragment])
         assert self._versions[job.fragment] == job.version
+        # Once for the copy, once for the outer state.
         self.scratch.hold(state)
         self.scratch.hold(state)
         with self._lock:

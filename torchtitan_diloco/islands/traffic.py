@@ -20,7 +20,7 @@ from torchtitan_diloco.islands.rules.commit import LIST_SECONDS
 from torchtitan_diloco.islands.rules.copies import COPY_SECONDS
 from torchtitan_diloco.islands.rules.settings import NOTE_PAUSES, RATES, Rates
 from torchtitan_diloco.islands.rules.writer import DECISION_SECONDS
-from torchtitan_diloco.islands.syncing import LOOK_SECONDS, SWEEP_SECONDS, SWEPT
+from torchtitan_diloco.islands.syncing import LISTING_SECONDS, SWEEP_SECONDS, SWEPT
 from torchtitan_diloco.store import Kind
 from torchtitan_diloco.store.large import CHUNK_BYTES
 
@@ -61,7 +61,7 @@ class Meeting:
         return usage
 
     def _of_part_and_version(self, values: int) -> Usage:
-        """An island stores a part, and reads a version, which are of the same size."""
+        """Return the usage of an island that stores a part, and reads a version of its size."""
         size = self.message_bytes(values)
         return _stored(size).plus(_fetched(size))
 
@@ -94,12 +94,12 @@ class Meeting:
         return usage
 
     def _of_merge(self, values: int) -> Usage:
-        """The syncer reads a part of each island, and stores a version."""
+        """Return the usage of a syncer that reads a part of each island, and stores a version."""
         size = self.message_bytes(values)
         return _fetched(size).times(self.islands).plus(_stored(size))
 
     def _of_copy(self, values: int) -> Usage:
-        """The syncer stores a copy and the state of the outer optimizer."""
+        """Return the usage of a syncer that stores a copy and the state of the outer optimizer."""
         slots = len(self.config.outer_optimizer.rule.slots)
         return _stored(_copy_bytes(values)).plus(_stored(_copy_bytes((1 + slots) * values)))
 
@@ -107,7 +107,7 @@ class Meeting:
     def _syncer_polls(self) -> Usage:
         """Requests for notes, changes, decisions and garbage per second."""
         poll_seconds = self._rates.poll_seconds
-        lists = 2 / max(LOOK_SECONDS, poll_seconds) + len(SWEPT) / SWEEP_SECONDS
+        lists = 2 / max(LISTING_SECONDS, poll_seconds) + len(SWEPT) / SWEEP_SECONDS
         writes = lists + WRITES_OF_DECISION * self._decisions
         return Usage(reads=self.islands / poll_seconds, writes=writes)
 

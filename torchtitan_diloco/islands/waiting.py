@@ -21,21 +21,24 @@ OFTEN = 60.0
 """Longest time between two lines about the same wait, in seconds."""
 OPEN_SECONDS = 5.0
 """Time for an attempt to open a store."""
-AWAY_SECONDS, UNDECIDED_SECONDS = 10.0, 25.0
-"""Seconds without the store, and without a decision, after which an island that leaves gives up.
-Another syncer takes over after ten seconds."""
+AWAY_SECONDS = 10.0
+"""Seconds without the store after which an island that leaves gives up."""
+UNDECIDED_SECONDS = 25.0
+"""Seconds without a decision after which it gives up. Another syncer takes over after ten
+seconds."""
 
 
 class Waiting:
     """Logs what a process waits for: after ten seconds, and then at growing intervals."""
 
     def __init__(self, who: str) -> None:
-        """`who`: waits, such as `island a`."""
+        """Name the process that waits. `who`: its name in the log, such as `island a`."""
         self._who = who
         self._said = 0.0
 
     def say(self, since: float, what: str) -> None:
-        """`since`: when the wait has begun, in the time of `time.monotonic`."""
+        """Log what is waited for, if for long. `since`: when the wait has begun, in the time of
+        `time.monotonic`."""
         waited = time.monotonic() - since
         if waited < STILL_SECONDS:
             self._said = 0.0
@@ -121,7 +124,7 @@ def _more_islands(decision: Decision) -> str:
 def at_boundary(machine: Island) -> str:
     """Return what training waits for between two steps."""
     decision = machine.decision
-    others = [] if decision is None else [name_of(one) for one in decision.ready]
+    others = [] if decision is None else list(map(name_of, decision.ready))
     others = sorted(name for name in others if name != name_of(machine.incarnation))
     senders = f", to which {' and '.join(others)} contribute" if others else ""
     return f"versions with its last parts{senders}"

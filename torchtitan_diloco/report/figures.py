@@ -5,7 +5,7 @@ from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -160,10 +160,15 @@ def _line_figure(
     title: str,
     caption: str,
     unit: str,
+    x_label: str,
+    log: bool = False,
+    top: float | None = None,
     marks: Sequence[Mark] = (),
-    **axes: Any,
 ) -> Figure | None:
-    """Draw the curves that have a value. The legend names the curves of one run, or the runs."""
+    """Draw the curves that have a value. The legend names the curves of one run, or the runs.
+
+    `x_label`, `log`, `top`: as for `line_chart`.
+    """
     curves = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not curves:
         return None
@@ -181,7 +186,7 @@ def _line_figure(
         elif curve.faint:
             kind = "faint"
         legend.setdefault(name, Key(name, series_color(curve.series), kind))
-    chart = line_chart(curves, marks=marks, **axes)
+    chart = line_chart(curves, x_label=x_label, log=log, top=top, marks=marks)
     return Figure(title, caption, legend=list(legend.values()), unit=unit, chart=chart)
 
 
@@ -340,12 +345,14 @@ def _of_intervals(
     history = run.history
     if history is None or not any(history.intervals.values()):
         return None
-    last = max(interval.end for own in history.intervals.values() for interval in own)
+    last = max(interval.end for intervals in history.intervals.values() for interval in intervals)
     label, size = ("hours", 3600.0) if last - history.began >= 3 * 3600 else ("minutes", 60.0)
     curves = list[Curve]()
-    for series, (name, own) in enumerate(history.intervals.items()):
-        middles = [((one.begin + one.end) / 2 - history.began) / size for one in own]
-        values = np.array([value(one) for one in own], dtype=float)
+    for series, (name, intervals) in enumerate(history.intervals.items()):
+        middles = [
+            ((interval.begin + interval.end) / 2 - history.began) / size for interval in intervals
+        ]
+        values = np.array([value(interval) for interval in intervals], dtype=float)
         curves.append(Curve(name, np.array(middles), values, series=series, dots=True))
     return _line_figure([run], curves, title=title, caption=caption, unit=unit, x_label=label)
 
