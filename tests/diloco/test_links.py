@@ -131,11 +131,13 @@ def test_a_slow_link_and_a_late_worker_are_told_apart(tmp_path: Path) -> None:
     waited_for = {other for (_, other), (seconds, _) in seen.items() if seconds > LATE_SECONDS / 2}
     assert waited_for == {LATE}
     # To the worker that gets most. What goes to one with a slow uplink is held up as well, as the
-    # acknowledgements come back through it.
+    # acknowledgements come back through it. A busy machine reads late, and then fast, what has come
+    # slowly, so that only the ratio says something.
     rates = {
-        one: max(rate for pair, (_, rate) in seen.items() if pair[1] == one) for one in (0, 1, 2)
+        sender: max(rate for (_, heard), (_, rate) in seen.items() if heard == sender)
+        for sender in range(WORKERS)
     }
-    assert rates[CULPRIT] < 1.2e6 * SLOW < min(rates[0], rates[1])
+    assert 2 * rates[CULPRIT] < min(rates[sender] for sender in rates if sender != CULPRIT)
 
 
 def exchange_until_lost(steps: int) -> None:
