@@ -183,6 +183,21 @@ def test_a_syncer_takes_the_place_of_one_that_died_with_its_files(
         equal_versions(pair)
 
 
+def test_files_of_others_among_the_decisions_end_no_run(tmp_path: Path) -> None:
+    """File managers, and people who copy a folder, leave some."""
+    store = tmp_path / "store"
+    with open_run(store) as run, syncer(store, tmp_path / "scratch"):
+        pair = [HandIsland(run, name, config(0, delay=1)) for name in ("a", "b")]
+        train(pair, 12, TOKENS)
+        before = newest(store)
+        (store / "run/desktop.ini").write_bytes(b"[.ShellClassInfo]")
+        (store / f"run/{before.number + 10**6:012d}.bak").write_bytes(b"")
+        train(pair, 40, TOKENS)
+        after = newest(store)
+    assert after.fragments[0].version > before.fragments[0].version
+    assert after.session == before.session, "it leads all the time"
+
+
 def test_a_syncer_with_other_files_stands_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

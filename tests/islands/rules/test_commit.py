@@ -66,6 +66,8 @@ LOOK = List("run/", run_name(5))
 BEFORE = run_name(6)
 NOW = run_name(7)
 HIGHER = run_name(90)
+OF_OTHERS = [f"{HIGHER}.bak", "run/Thumbs.db", "run/desktop.ini", f"run/{HIGHER}"]
+"""Names of objects that no syncer has written."""
 
 
 MISSING: list[tuple[Call, Any]] = [(LOOK, [NOW]), (Sleep(0.6), None)]
@@ -73,6 +75,7 @@ COMMITS: list[tuple[list[tuple[Call, Any]], Outcome]] = [
     ([(CREATE, True), (LOOK, [BEFORE, NOW])], Outcome.COMMITTED),
     ([(CREATE, True), (LOOK, [BEFORE, NOW, HIGHER])], Outcome.SUPERSEDED),
     ([(CREATE, True), (LOOK, [NOW, HIGHER])], Outcome.SUPERSEDED),
+    ([(CREATE, True), (LOOK, [BEFORE, NOW, *OF_OTHERS])], Outcome.COMMITTED),
     ([(CREATE, False)], Outcome.SUPERSEDED),
     (
         [(CREATE, LATE), (Sleep(RETRY), None), (CREATE, True), (LOOK, [BEFORE, NOW])],

@@ -89,6 +89,12 @@ MUTATIONS = {
     "a higher decision": Mutation(
         commit.commit, "other > name", "False", commits(commit.Outcome.SUPERSEDED)
     ),
+    "a name of somebody else": Mutation(
+        commit.commit,
+        " and run_number(other) is not None",
+        "",
+        commits(commit.Outcome.COMMITTED),
+    ),
     "a store that was put back": Mutation(
         commit.commit,
         "before in names",

@@ -92,7 +92,7 @@ def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
                 return Outcome.SUPERSEDED
             for _ in range(LOOKS):
                 names = yield List(RUN, after=run_name(number - 2))
-                if any(other > name for other in names):
+                if any(other > name and run_number(other) is not None for other in names):
                     return Outcome.SUPERSEDED
                 if number == 1 or before in names:
                     return Outcome.COMMITTED
