@@ -430,16 +430,20 @@ class Term:
         return chunks
 
 
-def sync(location: str, scratch: Path, *, threads: int, stays: bool, say: Say) -> None:
-    """Run a syncer in this process, until a signal or the end of the run."""
+def sync(location: str, scratch: Path, *, threads: int, stays: bool, say: Say) -> int:
+    """Run a syncer in this process until the run has ended, and return 0, or the number of the
+    signal that has stopped it before."""
     check_may_decide(location)
     first = folder_of(scratch, location)
     folder = lock_folder(first)
     run = Run(Waiting(IN_LOG).open(location, writes=""))
     process = SyncerProcess(run, folder, threads=threads, stays=stays, say=say)
+    stopped_by = 0
 
-    def stop(*_: object) -> None:
+    def stop(number: int, _frame: object) -> None:
         """Stop in order, and at once for a second signal."""
+        nonlocal stopped_by
+        stopped_by = number
         for other in STOP_SIGNALS:
             signal.signal(other, signal.SIG_DFL)
         process.stop()
@@ -448,8 +452,10 @@ def sync(location: str, scratch: Path, *, threads: int, stays: bool, say: Say) -
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, stop)
     try:
-        if process.run():
-            _finish(run, [folder, *lock_others(first)], say)
+        if not process.run():
+            return stopped_by
+        _finish(run, [folder, *lock_others(first)], say)
+        return 0
     finally:
         run.close()
 
