@@ -4,6 +4,7 @@ import errno
 import logging
 import math
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -257,6 +258,45 @@ def test_a_damaged_copy_is_an_error_with_a_remedy(tmp_path: Path) -> None:
         pytest.raises(UserError, match=r"is damaged .* with --islands\.found true"),
     ):
         SyncerProcess(run, tmp_path / "other").run()
+
+
+def test_a_missing_copy_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    """To start the syncer again would not help."""
+    store = tmp_path / "store"
+    with open_run(store) as run:
+        pair = [HandIsland(run, name, config(0, delay=1)) for name in ("a", "b")]
+        with syncer(store, tmp_path / "scratch"):
+            train(pair, 12, TOKENS)
+    for path in (store / "copy").iterdir():
+        path.unlink()
+    reason = r"is damaged \(copy/\S+ is no longer stored\): put back .* with --islands\.found true"
+    with open_run(store) as run, pytest.raises(UserError, match=reason):
+        SyncerProcess(run, tmp_path / "other").run()
+
+
+def test_a_decision_of_a_store_before_it_was_put_back_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its syncer died before it could withdraw it. No syncer goes on from it."""
+    monkeypatch.setattr("torchtitan_diloco.islands.rules.commit.WENT_BACK_SECONDS", 0.0)
+    store = tmp_path / "store"
+    older = tmp_path / "older"
+    with open_run(store) as run:
+        pair = [HandIsland(run, name, config(0, delay=1)) for name in ("a", "b")]
+        with syncer(store, tmp_path / "scratch"):
+            train(pair, 12, TOKENS)
+        shutil.copytree(store, older)
+        with syncer(store, tmp_path / "scratch"):
+            train(pair, 40, TOKENS)
+    before = newest(older)
+    stray = f"run/{newest(store).number:012d}"
+    shutil.copy(store / stray, older / stray)
+    with open_run(older) as run, pytest.raises(UserError, match=f"delete {stray} from it"):
+        SyncerProcess(run, tmp_path / "other").run()
+    (older / stray).unlink()
+    with syncer(older, tmp_path / "other"):
+        wait_until(lambda: newest(older).session != before.session, "the next decision")
+    assert newest(older).fragments[0].version == before.fragments[0].version
 
 
 def test_a_folder_has_the_same_files_by_all_its_paths(
