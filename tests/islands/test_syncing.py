@@ -39,7 +39,7 @@ from torchtitan_diloco.islands.scratch import (
 from torchtitan_diloco.islands.syncing import SyncerProcess
 from torchtitan_diloco.islands.tasks import FragmentTasks, TransferTasks
 from torchtitan_diloco.islands.transfers import UNREADABLE_SECONDS
-from torchtitan_diloco.store import AwayError, LargeObjects
+from torchtitan_diloco.store import AwayError, FullError, LargeObjects
 
 TOKENS = [100, 170]
 PATIENCE = 120.0
@@ -390,9 +390,19 @@ class Machine:
 def test_chunks_of_interrupted_writers_are_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have no object. Those of an object that a later decision announces are under way."""
+    """They have no object. Those of an object that a later decision announces are under way. A full
+    quota may refuse deletions for a while."""
     monkeypatch.setattr(syncing, "SWEEP_SECONDS", 0.2)
     root = "0123456789abcdef"
+    failures = [AwayError("the store is away"), FullError("the quota is used up")]
+    delete = LargeObjects.delete
+
+    def delete_later(large: LargeObjects, name: str, *arguments: Any) -> None:
+        if name.startswith("found/b/") and failures:
+            raise failures.pop()
+        delete(large, name, *arguments)
+
+    monkeypatch.setattr(LargeObjects, "delete", delete_later)
     with open_run(tmp_path / "store") as run:
         pair = [HandIsland(run, name, config(8, delay=1)) for name in ("a", "b")]
         with syncer(tmp_path / "store", tmp_path / "scratch"):
@@ -405,6 +415,7 @@ def test_chunks_of_interrupted_writers_are_swept(
             wait_until(lambda: all(run.store.get(name) is None for name in left), "their deletion")
             assert run.store.get(later) is not None
             train(pair, 40, TOKENS)
+    assert failures == []
     assert newest(tmp_path / "store").fragments[0].version > 3
 
 

@@ -77,7 +77,7 @@ from torchtitan_diloco.islands.scratch import (
 )
 from torchtitan_diloco.islands.tasks import FragmentTasks, OverError, Result, TransferTasks
 from torchtitan_diloco.islands.waiting import Waiting, awaited_by_syncer
-from torchtitan_diloco.store import AwayError
+from torchtitan_diloco.store import AwayError, FullError
 from torchtitan_diloco.store.large import owner_of
 
 TICK = 0.02
@@ -417,6 +417,8 @@ class Term:
                 self._run.store.tidy()
             except AwayError:
                 pass  # the store says so
+            except FullError as error:  # some file systems need room for a deletion
+                self._run.say_full(error)
 
     def _list_swept(self) -> dict[str, list[str]]:
         """Return the names of all objects among which garbage is looked for, with those of their
