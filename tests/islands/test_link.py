@@ -26,7 +26,7 @@ from torchtitan_diloco.islands.rules.island import Island
 from torchtitan_diloco.islands.rules.names import VERSION, Object, part_name
 from torchtitan_diloco.islands.rules.note import Part
 from torchtitan_diloco.islands.runs import Run
-from torchtitan_diloco.store import AwayError, DamagedObjectError
+from torchtitan_diloco.store import AwayError, DamagedObjectError, FullError
 from torchtitan_diloco.store.store import Buffer
 
 
@@ -151,7 +151,7 @@ def test_old_parts_are_deleted_while_others_wait_for_their_upload() -> None:
     fails is tried again."""
     done = list[str]()
     old = ["old"]
-    failures = [AwayError("the store is away")]
+    failures = [AwayError("the store is away"), FullError("the quota is used up")]
 
     def delete(name: str) -> None:
         if failures:
@@ -181,13 +181,34 @@ def test_old_parts_are_deleted_while_others_wait_for_their_upload() -> None:
         cast("SharedCopies", SimpleNamespace(values=lambda _: 1)),
         ["0"],
     )
-    for number in (1, 2):
+    for number in (1, 2, 3):
         part = Part(fragment=0, number=number, base=0, checksum="0", start=0, end=1)
         link._uploads.put((part, torch.zeros(4, dtype=torch.uint8)))
     thread = threading.Thread(target=link._guard, args=(link._upload,), daemon=True)
     thread.start()
-    wait_until(lambda: len(done) == 3, "both uploads")
+    wait_until(lambda: len(done) == 4, "all uploads")
     link._closed.set()
     thread.join()
-    first, second = (part_name(A, 0, number) for number in (1, 2))
-    assert done == [first, "delete old", second]
+    assert link._failure is None
+    first, second, third = (part_name(A, 0, number) for number in (1, 2, 3))
+    assert done == [first, second, "delete old", third]
+
+
+def test_an_island_leaves_although_a_full_quota_refuses_to_delete_its_note() -> None:
+    def refuse(_: str) -> None:
+        raise FullError("the quota is used up")
+
+    done = list[str]()
+    run = SimpleNamespace(
+        brief=SimpleNamespace(delete=refuse), close=lambda: done.append("the store")
+    )
+    copies = SimpleNamespace(stop=lambda: done.append("the copies"))
+    link = Link(
+        cast("Run", run),
+        cast("Island", SimpleNamespace(incarnation=A)),
+        cast("SharedCopies", copies),
+        [],
+    )
+    link._threads = []
+    link.close(deletes_note=True)
+    assert done == ["the copies", "the store"]

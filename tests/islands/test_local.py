@@ -92,16 +92,22 @@ def test_a_signal_ends_all_islands_and_then_the_syncer(tmp_path: Path) -> None:
     assert said.endswith("is stopped: publishes what is merged, and ends\n")
 
 
-def test_a_syncer_that_dies_is_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)], ids=["killed", "stopped"]
+)
+def test_a_syncer_that_dies_is_started_again(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """Also if somebody stops it in order: nobody would merge what the islands send."""
     with local_islands(tmp_path) as process:
-        (killed,) = syncers(tmp_path, process)
-        os.kill(killed, signal.SIGKILL)
+        (ended,) = syncers(tmp_path, process)
+        os.kill(ended, number)
         wait_until(lambda: leads(tmp_path) == 2, "another syncer")
         (started_again,) = syncers(tmp_path, process)
-        assert started_again != killed
+        assert started_again != ended
         process.terminate()
         output = process.end(3)
-    assert "the syncer ended with code -9" in output
+    assert f"the syncer ended with code {code}" in output
     assert "; starting it again in 1 s" in output
 
 

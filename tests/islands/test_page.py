@@ -1,6 +1,7 @@
 """The page of a run over HTTP, and its report."""
 
 import base64
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -199,7 +200,7 @@ def test_the_page_of_a_syncer_that_was_started_again(tmp_path: Path) -> None:
             assert get(f"{url}/metrics")[2].count(b"islands_island_trains") == 3
             stop(islands)
             second.terminate()
-            second.end()
+            second.end(128 + signal.SIGTERM)
     finally:
         stop(islands)
     with reading(store) as reader:

@@ -4,6 +4,7 @@ import errno
 import logging
 import math
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from torchtitan_diloco.islands.scratch import (
 from torchtitan_diloco.islands.syncing import SyncerProcess
 from torchtitan_diloco.islands.tasks import FragmentTasks, TransferTasks
 from torchtitan_diloco.islands.transfers import UNREADABLE_SECONDS
-from torchtitan_diloco.store import AwayError, LargeObjects
+from torchtitan_diloco.store import AwayError, FullError, LargeObjects
 
 TOKENS = [100, 170]
 PATIENCE = 120.0
@@ -151,12 +152,13 @@ def test_a_paused_syncer_that_wakes_up_stands_by(tmp_path: Path) -> None:
                 after = newest(store)
                 assert after.session != before.session
                 second.terminate()
-                assert second.wait(PATIENCE) == 0
+                assert second.wait(PATIENCE) == 128 + signal.SIGTERM
                 sessions = before.session, after.session
                 wait_until(lambda: newest(store).session not in sessions, "another session")
                 train(pair, 100, TOKENS)
             first.terminate()
-            assert "another syncer decides: standing by" in first.end()
+            output = first.end(128 + signal.SIGTERM)
+            assert "another syncer decides: standing by" in output
         equal_versions(pair)
         assert [slot.ledgers[0].lost for slot in newest(store).slots] == [0, 0]
 
@@ -181,6 +183,21 @@ def test_a_syncer_takes_the_place_of_one_that_died_with_its_files(
             train(pair, 20, TOKENS)
         assert newest(store).session != before.session
         equal_versions(pair)
+
+
+def test_files_of_others_among_the_decisions_end_no_run(tmp_path: Path) -> None:
+    """File managers, and people who copy a folder, leave some."""
+    store = tmp_path / "store"
+    with open_run(store) as run, syncer(store, tmp_path / "scratch"):
+        pair = [HandIsland(run, name, config(0, delay=1)) for name in ("a", "b")]
+        train(pair, 12, TOKENS)
+        before = newest(store)
+        (store / "run/desktop.ini").write_bytes(b"[.ShellClassInfo]")
+        (store / f"run/{before.number + 10**6:012d}.bak").write_bytes(b"")
+        train(pair, 40, TOKENS)
+        after = newest(store)
+    assert after.fragments[0].version > before.fragments[0].version
+    assert after.session == before.session, "it leads all the time"
 
 
 def test_a_syncer_with_other_files_stands_by(
@@ -241,6 +258,45 @@ def test_a_damaged_copy_is_an_error_with_a_remedy(tmp_path: Path) -> None:
         pytest.raises(UserError, match=r"is damaged .* with --islands\.found true"),
     ):
         SyncerProcess(run, tmp_path / "other").run()
+
+
+def test_a_missing_copy_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    """To start the syncer again would not help."""
+    store = tmp_path / "store"
+    with open_run(store) as run:
+        pair = [HandIsland(run, name, config(0, delay=1)) for name in ("a", "b")]
+        with syncer(store, tmp_path / "scratch"):
+            train(pair, 12, TOKENS)
+    for path in (store / "copy").iterdir():
+        path.unlink()
+    reason = r"is damaged \(copy/\S+ is no longer stored\): put back .* with --islands\.found true"
+    with open_run(store) as run, pytest.raises(UserError, match=reason):
+        SyncerProcess(run, tmp_path / "other").run()
+
+
+def test_a_decision_of_a_store_before_it_was_put_back_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its syncer died before it could withdraw it. No syncer goes on from it."""
+    monkeypatch.setattr("torchtitan_diloco.islands.rules.commit.WENT_BACK_SECONDS", 0.0)
+    store = tmp_path / "store"
+    older = tmp_path / "older"
+    with open_run(store) as run:
+        pair = [HandIsland(run, name, config(0, delay=1)) for name in ("a", "b")]
+        with syncer(store, tmp_path / "scratch"):
+            train(pair, 12, TOKENS)
+        shutil.copytree(store, older)
+        with syncer(store, tmp_path / "scratch"):
+            train(pair, 40, TOKENS)
+    before = newest(older)
+    stray = f"run/{newest(store).number:012d}"
+    shutil.copy(store / stray, older / stray)
+    with open_run(older) as run, pytest.raises(UserError, match=f"delete {stray} from it"):
+        SyncerProcess(run, tmp_path / "other").run()
+    (older / stray).unlink()
+    with syncer(older, tmp_path / "other"):
+        wait_until(lambda: newest(older).session != before.session, "the next decision")
+    assert newest(older).fragments[0].version == before.fragments[0].version
 
 
 def test_a_folder_has_the_same_files_by_all_its_paths(
@@ -334,9 +390,19 @@ class Machine:
 def test_chunks_of_interrupted_writers_are_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have no object. Those of an object that a later decision announces are under way."""
+    """They have no object. Those of an object that a later decision announces are under way. A full
+    quota may refuse deletions for a while."""
     monkeypatch.setattr(syncing, "SWEEP_SECONDS", 0.2)
     root = "0123456789abcdef"
+    failures = [AwayError("the store is away"), FullError("the quota is used up")]
+    delete = LargeObjects.delete
+
+    def delete_later(large: LargeObjects, name: str, *arguments: Any) -> None:
+        if name.startswith("found/b/") and failures:
+            raise failures.pop()
+        delete(large, name, *arguments)
+
+    monkeypatch.setattr(LargeObjects, "delete", delete_later)
     with open_run(tmp_path / "store") as run:
         pair = [HandIsland(run, name, config(8, delay=1)) for name in ("a", "b")]
         with syncer(tmp_path / "store", tmp_path / "scratch"):
@@ -349,6 +415,7 @@ def test_chunks_of_interrupted_writers_are_swept(
             wait_until(lambda: all(run.store.get(name) is None for name in left), "their deletion")
             assert run.store.get(later) is not None
             train(pair, 40, TOKENS)
+    assert failures == []
     assert newest(tmp_path / "store").fragments[0].version > 3
 
 

@@ -97,6 +97,7 @@ def test_what_an_island_waits_for_before_it_trains() -> None:
     waits.begun = False
     text = "more islands: 1 of the 3 that start together (islands.begin of the run) are there"
     assert before_start(island(waits)) == text
+    assert before_start(island(founded((B,)))) == "the newest copies"
     full = founded((B,), slots=1)
     assert before_start(island(full)) == "a slot: 1 slot (islands.slots) have owners"
     full = founded((B, "c/3333"), slots=2)

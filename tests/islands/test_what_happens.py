@@ -31,6 +31,8 @@ SHOWN = {
     "an island is stopped, or its machine will be taken away": [
         "islands/test_run.py::test_islands_leave_on_a_notice",
         "islands/rules/test_simulation.py::test_a_planned_stop_loses_nothing",
+        "islands/rules/test_syncer.py::"
+        "test_an_island_that_leaves_after_a_late_part_waits_for_no_cycle_of_the_others",
     ],
     "an island joins": [
         "islands/test_peers.py::test_an_island_joins_leaves_and_returns",
@@ -81,7 +83,11 @@ SHOWN = {
         "islands/test_bucket_server.py::test_seaweedfs_is_killed_and_returns",
         "islands/test_bucket_server.py::test_a_killed_syncer_is_started_again",
     ],
-    "the disk is full": ["islands/test_waiting.py::test_a_full_disk_delays_and_loses_nothing"],
+    "the disk is full": [
+        "islands/test_waiting.py::test_a_full_disk_delays_and_loses_nothing",
+        "islands/test_link.py::"
+        "test_an_island_leaves_although_a_full_quota_refuses_to_delete_its_note",
+    ],
     "an object cannot be read, although the store is there": [
         "islands/test_link.py::test_what_cannot_be_read_delays_no_other_fragment",
         "islands/test_syncing.py::test_a_part_that_cannot_be_read_is_refused",
@@ -92,11 +98,14 @@ SHOWN = {
     "the store is replaced with an older copy of itself": [
         "islands/rules/test_commit.py::test_a_store_that_was_put_back_is_an_error_for_people",
         "islands/rules/test_island_start.py::test_a_store_that_was_put_back_is_an_error_for_people",
+        "islands/test_syncing.py::test_a_decision_of_a_store_before_it_was_put_back_is_named",
     ],
     "the store is lost, or emptied": [
         "islands/rules/test_commit.py::test_a_store_that_was_emptied_is_said_to_be_empty",
         "islands/test_peers.py::test_a_run_without_its_location_is_founded_again_only_if_asked",
         "islands/rules/test_simulation.py::test_a_lost_location_goes_on_from_a_checkpoint",
+        "islands/rules/test_island_start.py::"
+        "test_an_old_checkpoint_of_a_run_that_was_founded_again_is_not_trained",
     ],
     "a delta is not finite, or far larger than usual": [
         "islands/rules/test_outliers.py::"

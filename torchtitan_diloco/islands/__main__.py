@@ -38,20 +38,20 @@ from torchtitan_diloco.store.location import KINDS
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        options.act(options)
+        code: int | None = options.act(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    return 0
+    return code or 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=command_line("islands"), description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True)
 
-    def add(name: str, act: Callable[[argparse.Namespace], object], text: str) -> Parser:
+    def add(name: str, act: Callable[[argparse.Namespace], int | None], text: str) -> Parser:
         description = f"{text[0].upper()}{text[1:]}."
         command: Parser = commands.add_parser(name, help=text, description=description)
         command.set_defaults(act=act)
@@ -132,8 +132,9 @@ def _serve(options: argparse.Namespace) -> None:
     )
 
 
-def _sync(options: argparse.Namespace) -> None:
-    """Run a syncer until the run has ended. A signal ends it in order, and a second one at once."""
+def _sync(options: argparse.Namespace) -> int:
+    """Run a syncer until the run has ended, and return the exit code. A signal ends it in order,
+    and a second one at once."""
     from torchtitan_diloco.islands.syncing import sync  # needs torch
 
     if options.threads < 1:
@@ -144,13 +145,14 @@ def _sync(options: argparse.Namespace) -> None:
 
             page = stack.enter_context(closing(serve_page(options.location, options.http)))
             say(f"page of the run: {page.url}")
-        sync(
+        stopped_by = sync(
             options.location,
             options.scratch,
             threads=options.threads,
             stays=options.stay,
             say=say,
         )
+    return 128 + stopped_by if stopped_by else 0
 
 
 def _change_site(options: argparse.Namespace) -> None:

@@ -139,7 +139,7 @@ class Link:
             thread.join(timeout=5.0)
         self._copies.stop()
         if deletes_note:
-            with suppress(AwayError):  # the syncer deletes it later
+            with suppress(AwayError, FullError):  # the syncer deletes it later
                 self.run.brief.delete(ISLAND + self.machine.incarnation)
         self.run.close()
 
@@ -470,7 +470,7 @@ class Link:
         with self._changed:
             if self.machine.fragments:
                 self._garbage += self.machine.take_garbage()
-        with suppress(AwayError):  # tried again
+        with suppress(AwayError, FullError):  # tried again; a full quota may refuse deletions
             while self._garbage:
                 self.run.large.delete(self._garbage[0])
                 del self._garbage[0]

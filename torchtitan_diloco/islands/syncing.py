@@ -77,7 +77,7 @@ from torchtitan_diloco.islands.scratch import (
 )
 from torchtitan_diloco.islands.tasks import FragmentTasks, OverError, Result, TransferTasks
 from torchtitan_diloco.islands.waiting import Waiting, awaited_by_syncer
-from torchtitan_diloco.store import AwayError
+from torchtitan_diloco.store import AwayError, FullError
 from torchtitan_diloco.store.large import owner_of
 
 TICK = 0.02
@@ -417,6 +417,8 @@ class Term:
                 self._run.store.tidy()
             except AwayError:
                 pass  # the store says so
+            except FullError as error:  # some file systems need room for a deletion
+                self._run.say_full(error)
 
     def _list_swept(self) -> dict[str, list[str]]:
         """Return the names of all objects among which garbage is looked for, with those of their
@@ -430,16 +432,20 @@ class Term:
         return chunks
 
 
-def sync(location: str, scratch: Path, *, threads: int, stays: bool, say: Say) -> None:
-    """Run a syncer in this process, until a signal or the end of the run."""
+def sync(location: str, scratch: Path, *, threads: int, stays: bool, say: Say) -> int:
+    """Run a syncer in this process until the run has ended, and return 0, or the number of the
+    signal that has stopped it before."""
     check_may_decide(location)
     first = folder_of(scratch, location)
     folder = lock_folder(first)
     run = Run(Waiting(IN_LOG).open(location, writes=""))
     process = SyncerProcess(run, folder, threads=threads, stays=stays, say=say)
+    stopped_by = 0
 
-    def stop(*_: object) -> None:
+    def stop(number: int, _frame: object) -> None:
         """Stop in order, and at once for a second signal."""
+        nonlocal stopped_by
+        stopped_by = number
         for other in STOP_SIGNALS:
             signal.signal(other, signal.SIG_DFL)
         process.stop()
@@ -448,8 +454,10 @@ def sync(location: str, scratch: Path, *, threads: int, stays: bool, say: Say) -
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, stop)
     try:
-        if process.run():
-            _finish(run, [folder, *lock_others(first)], say)
+        if not process.run():
+            return stopped_by
+        _finish(run, [folder, *lock_others(first)], say)
+        return 0
     finally:
         run.close()
 

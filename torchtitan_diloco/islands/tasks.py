@@ -19,7 +19,6 @@ from torchtitan_diloco.islands.merging import (
 from torchtitan_diloco.islands.payload import HEADER_BYTES, check_part
 from torchtitan_diloco.islands.rules.decision import Decision, Fate
 from torchtitan_diloco.islands.rules.fields import MalformedError
-from torchtitan_diloco.islands.rules.founding import WentBackError
 from torchtitan_diloco.islands.rules.jobs import (
     Adopt,
     DeleteObjects,
@@ -223,7 +222,7 @@ class FragmentTasks:
         for stored in job.versions:
             apply_version(state.published, self._get(stored, most))
         if hexadecimal(layout.checksum(state.published)) != job.checksum:
-            raise WentBackError(f"version {version} of fragment {job.fragment} has other bits")
+            raise MalformedError(f"version {version} has other bits")
         state.theta.copy_(state.published)
         for slot in state.slots:
             slot.zero_()
@@ -237,7 +236,7 @@ class FragmentTasks:
         return state
 
     def _get(self, stored: Object, most: int) -> bytearray:
-        """Return a content that a decision names."""
+        """Return a content that a decision names. Raise a MalformedError if it is missing."""
         for _ in range(LOOKS):
             content = patiently(
                 self._run, lambda: self._run.large.get(stored.name, most), self._sleep
@@ -245,7 +244,7 @@ class FragmentTasks:
             if content is not None:
                 return content
             self._sleep(LOOK_SECONDS)
-        raise WentBackError(f"{stored.name} is no longer stored")
+        raise MalformedError(f"{stored.name} is no longer stored")
 
     # --- merge ------------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ def before_start(machine: Island) -> str:
             return f"a slot of its corpus: {len(fitting)} of {slots} (islands.slots) are of it"
         if is_full:
             return f"a slot: {counted(slots, 'slot')} (islands.slots) have owners"
-        return "a slot"
+        return "a slot" if machine.is_near() else "the newest copies"
     if not decision.begun:
         return _more_islands(decision)
     return "the newest copies"

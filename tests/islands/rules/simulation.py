@@ -189,7 +189,7 @@ class Simulation:
             return
         assert new.number == self.last.number + 1, "a decision is left out"
         old = self.last
-        assert new.age >= old.age or self.restores
+        assert new.age >= old.age or self.restores or not old.is_founded
         if new.settings.slot_seconds != old.settings.slot_seconds and not self.restores:
             assert new.settings.slot_seconds not in self.slot_seconds, "a change is made again"
             self.slot_seconds.add(new.settings.slot_seconds)

@@ -15,7 +15,7 @@ from torchtitan_diloco.islands.rules.commit import (
     commit,
 )
 from torchtitan_diloco.islands.rules.decision import Fate
-from torchtitan_diloco.islands.rules.founding import WentBackError
+from torchtitan_diloco.islands.rules.founding import StrayDecisionError, WentBackError
 from torchtitan_diloco.islands.rules.jobs import (
     Adopt,
     Commit,
@@ -74,6 +74,8 @@ class SyncerProcess(Process):
         """The store was put back: end, and be started again."""
         assert self.simulation.restores, error
         self.is_alive = False
+        if isinstance(error, StrayDecisionError):
+            self.world.store.delete(error.name)
         self.simulation.went_back += 1
         self.simulation.start_syncer(after=1.0)
 

@@ -66,6 +66,8 @@ LOOK = List("run/", run_name(5))
 BEFORE = run_name(6)
 NOW = run_name(7)
 HIGHER = run_name(90)
+OF_OTHERS = [f"{HIGHER}.bak", "run/Thumbs.db", "run/desktop.ini", f"run/{HIGHER}"]
+"""Names of objects that no syncer has written."""
 
 
 MISSING: list[tuple[Call, Any]] = [(LOOK, [NOW]), (Sleep(0.6), None)]
@@ -73,6 +75,7 @@ COMMITS: list[tuple[list[tuple[Call, Any]], Outcome]] = [
     ([(CREATE, True), (LOOK, [BEFORE, NOW])], Outcome.COMMITTED),
     ([(CREATE, True), (LOOK, [BEFORE, NOW, HIGHER])], Outcome.SUPERSEDED),
     ([(CREATE, True), (LOOK, [NOW, HIGHER])], Outcome.SUPERSEDED),
+    ([(CREATE, True), (LOOK, [BEFORE, NOW, *OF_OTHERS])], Outcome.COMMITTED),
     ([(CREATE, False)], Outcome.SUPERSEDED),
     (
         [(CREATE, LATE), (Sleep(RETRY), None), (CREATE, True), (LOOK, [BEFORE, NOW])],
@@ -174,6 +177,8 @@ class Watch:
     def __init__(self, number: int | None, **fields: Any) -> None:
         self.stand_by = StandBy(**{k: v for k, v in fields.items() if k == "died"})
         self.number = number
+        self.others = list[int]()
+        """Numbers of other decisions that are listed."""
         self.fields = {k: v for k, v in fields.items() if k != "died"}
 
     def look(self, now: float, *, fails: bool = False) -> bool:
@@ -184,7 +189,8 @@ class Watch:
                 if fails:
                     calls.throw(LATE)
                 elif isinstance(call, List):
-                    call = calls.send([] if self.number is None else [run_name(self.number)])
+                    numbers = [*self.others, *([] if self.number is None else [self.number])]
+                    call = calls.send([run_name(number) for number in numbers])
                 else:
                     assert isinstance(call, Get)
                     is_there = self.number is not None and call.name == run_name(self.number)
@@ -255,6 +261,22 @@ def test_a_stand_by_does_not_take_over_from_a_decision_that_is_gone() -> None:
     assert not any(watch.look(float(second)) for second in range(1, lasts))
     with pytest.raises(WentBackError):
         watch.look(lasts + 1.0)
+
+
+def test_a_decision_that_follows_on_none_is_an_error_for_people() -> None:
+    """A store was put back, and its syncer died before it could withdraw what it had created."""
+    watch = Watch(57, stopped=True)
+    watch.others = [43, 44]
+    looks = range(int(WENT_BACK_SECONDS))
+    assert not any(watch.look(float(second)) for second in looks), "a list may be late"
+    remedy = "delete run/000000000057 from it, and the run goes on from run/000000000044"
+    with pytest.raises(WentBackError, match=remedy):
+        watch.look(WENT_BACK_SECONDS)
+    watch = Watch(57, stopped=True)
+    watch.others = [44]
+    assert not watch.look(0.0)
+    watch.others = [44, 56]
+    assert watch.look(LIST_SECONDS)
 
 
 NUMBERS = st.integers(1, 10**6)

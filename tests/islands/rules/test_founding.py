@@ -86,6 +86,24 @@ def test_one_founder_is_named_before_any_copy_is_stored() -> None:
     assert desk.decisions[-1].fragments[0].shapes == SHAPES
 
 
+def test_the_age_of_a_run_begins_with_its_founding() -> None:
+    """However long its syncer has waited for islands."""
+    desk = Founders()
+    desk.tick(3600.0)
+    desk.hear(A)
+    desk.syncer.on_founding(A, encode_founding(FOUNDING))
+    desk.tick(0.3)
+    desk.syncer.on_adopted(A, FOUNDING, is_whole=True)
+    [upload] = desk.tick(0.3)
+    assert isinstance(upload, Upload)
+    desk.syncer.on_uploaded(upload.stored)
+    desk.tick(0.5)
+    decision = desk.decisions[-1]
+    assert decision.is_founded
+    assert 0.0 < decision.age < 1.0
+    assert 3600.0 < decision.written < desk.now, "the time of day goes on"
+
+
 def test_another_founder_follows_one_that_dies() -> None:
     desk = Founders()
     desk.hear(A, B)

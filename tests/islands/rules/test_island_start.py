@@ -7,8 +7,9 @@ from tests.islands.rules.desk import A, B, checksum, founded
 from tests.islands.rules.hand import Hand, build_island, founding, saved_of
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.modes import Mode
+from torchtitan_diloco.islands.rules.checkpoint import Saved, SavedFragment
 from torchtitan_diloco.islands.rules.decision import Decision, Fate, Kept, Ledger
-from torchtitan_diloco.islands.rules.founding import WentBackError
+from torchtitan_diloco.islands.rules.founding import SlotStart, WentBackError
 from torchtitan_diloco.islands.rules.island import OVER
 from torchtitan_diloco.islands.rules.names import COPY, VERSION, Object
 from torchtitan_diloco.islands.rules.note import decode_note
@@ -58,6 +59,24 @@ def test_a_checkpoint_with_a_wrong_bit_is_not_carried_on(hand: Hand) -> None:
     saved = saved_of(hand).with_checksums(["bad"])
     again = Hand(hand.state, saved=saved)
     assert again.boundary().applies[0].source == Object(COPY, 1, 0, 0)
+
+
+@pytest.mark.parametrize("version", [57, 0])
+def test_an_old_checkpoint_of_a_run_that_was_founded_again_is_not_trained(version: int) -> None:
+    """Its island waits for the copy of the founder, although the run is at version 0 again."""
+    saved = Saved("r", [SavedFragment(version, "bad")], [500], [SlotStart(100)], settings=None)
+    joins = build_island(saved=saved)
+    joins.on_decision(founded((B,)), 0.0)
+    assert decode_note(joins.note()).wish == "", "it has no copy yet"
+    island = build_island(saved=saved)
+    island.on_decision(founded((A, B)), 0.0)
+    assert not island.boundary(0.0).is_training
+    [copy] = island.wanted()
+    island.on_held(copy, 0.0)
+    assert not island.is_training, "the copy is not applied yet"
+    due = island.boundary(0.0)
+    assert [(apply.source, apply.mode) for apply in due.applies] == [(copy, Mode.TAKE)]
+    assert due.is_training
 
 
 def test_a_checkpoint_names_its_run_at_any_time(hand: Hand) -> None:

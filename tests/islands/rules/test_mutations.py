@@ -89,6 +89,12 @@ MUTATIONS = {
     "a higher decision": Mutation(
         commit.commit, "other > name", "False", commits(commit.Outcome.SUPERSEDED)
     ),
+    "a name of somebody else": Mutation(
+        commit.commit,
+        " and run_number(other) is not None",
+        "",
+        commits(commit.Outcome.COMMITTED),
+    ),
     "a store that was put back": Mutation(
         commit.commit,
         "before in names",
@@ -145,7 +151,7 @@ MUTATIONS = {
     ),
     "who is gone paces nothing": Mutation(
         Round._is_paced,
-        "stopped - self.hurried or (stopped and not training)",
+        "first or again or (stopped and not training)",
         "False",
         test_syncer.test_the_part_of_an_island_that_is_gone_is_merged_at_once,
     ),
@@ -223,6 +229,12 @@ MUTATIONS = {
         Round._is_paced,
         "stopped - self.hurried",
         "stopped",
+        lambda: test_simulation.test_an_island_that_lies_starves_nobody(1, {"is_idle": True}),
+    ),
+    "who has stopped hurries again once": Mutation(
+        Round._may_hurry_again,
+        " and sender not in self.hurried_again",
+        "",
         lambda: test_simulation.test_an_island_that_lies_starves_nobody(1, {"is_idle": True}),
     ),
     "all that step set the pace": Mutation(

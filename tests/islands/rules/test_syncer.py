@@ -159,6 +159,32 @@ def test_the_part_of_an_island_that_is_gone_is_merged_at_once() -> None:
     assert desk.ledger(0).number == 2
 
 
+def test_an_island_that_leaves_after_a_late_part_waits_for_no_cycle_of_the_others() -> None:
+    """Its machine may be taken away after half a minute."""
+    desk = Desk(founded((A, B), sync_every=500))
+    round_of_all(desk, 500)
+    desk.note(A, desk.part(0), step=1000)
+    desk.note(B, step=990)
+    desk.pass_time(2.0)
+    late = desk.part(1, base=1, checksum=checksum(1))
+    for step in range(1010, 1040, 10):
+        desk.note(A, step=step)
+        desk.note(B, late, step=step)
+        desk.pass_time(0.5)
+    assert desk.ledger(1).number == 1, "a late part opens no round"
+    for number in (2, 3):
+        desk.note(A, step=1030 + 10 * number)
+        part = late if number == 2 else desk.part(1)
+        desk.note(B, part, step=1030, is_idle=True)
+        desk.pass_time(1.5)  # the grace period of the other one
+        assert desk.ledger(1).number == number
+    for step in range(1070, 1100, 10):
+        desk.note(A, step=step)
+        desk.note(B, desk.part(1), step=1030, is_idle=True)
+        desk.pass_time(0.5)
+    assert desk.ledger(1).number == 3, "it cannot close rounds as fast as it sends"
+
+
 def test_an_outage_of_the_store_takes_no_slot() -> None:
     desk = Desk(founded((A, B), slots=2))
     desk.note(A, step=1)

@@ -12,7 +12,11 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 from torchtitan_diloco.islands.rules.decision import Decision, decode_decision
-from torchtitan_diloco.islands.rules.founding import EmptiedError, WentBackError
+from torchtitan_diloco.islands.rules.founding import (
+    EmptiedError,
+    StrayDecisionError,
+    WentBackError,
+)
 from torchtitan_diloco.islands.rules.names import RUN, run_name, run_number
 from torchtitan_diloco.islands.rules.presence import most_listened
 
@@ -92,7 +96,7 @@ def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
                 return Outcome.SUPERSEDED
             for _ in range(LOOKS):
                 names = yield List(RUN, after=run_name(number - 2))
-                if any(other > name for other in names):
+                if any(other > name and run_number(other) is not None for other in names):
                     return Outcome.SUPERSEDED
                 if number == 1 or before in names:
                     return Outcome.COMMITTED
@@ -123,6 +127,8 @@ class Reader:
     def __init__(self) -> None:
         self.number: int | None = None
         """Number of the highest decision that was read. None: the location is empty."""
+        self.before: int | None = None
+        """Number of the highest decision before that one, when they were last listed."""
         self._listed_at = -math.inf
         self._lower_since = math.inf
 
@@ -130,6 +136,14 @@ class Reader:
     def is_lower(self) -> bool:
         """Whether only older decisions were listed than one that was read."""
         return self._lower_since < math.inf
+
+    @property
+    def is_stray(self) -> bool:
+        """Whether decisions are missing before the one that was read, although older ones are
+        there. Those are deleted first."""
+        if self.number is None or self.before is None:
+            return False
+        return self.before < self.number - 1
 
     def read(self, now: float) -> Generator[Call, Any, bytes | None]:
         """Return the highest decision if it is new, and None otherwise. Call this repeatedly.
@@ -157,6 +171,7 @@ class Reader:
             if content is None:
                 return None  # it is not visible yet, or was old: list again
             self.number = highest
+        self.before = max((number for number in numbers if number < highest), default=None)
         self._listed_at = now
         return content
 
@@ -186,6 +201,7 @@ class StandBy:
         self._reader = Reader()
         self._read_at: float | None = None
         self._still = 0.0
+        self._stray_since = math.inf
 
     @property
     def pause(self) -> float:
@@ -193,7 +209,10 @@ class StandBy:
         return 0.0 if self.newest is None else LOOKS_APART * self.newest.settings.poll_seconds
 
     def watch(self, now: float) -> Generator[Call, Any, bool]:
-        """Read the newest decision, and return whether to take over."""
+        """Read the newest decision, and return whether to take over.
+
+        Raise a StrayDecisionError if decisions before it are missing for some time.
+        """
         content = yield from self._reader.read(now)
         if content is not None:
             self.newest = decode_decision(content, self._reader.number)
@@ -204,7 +223,21 @@ class StandBy:
         self._read_at = now
         if self._reader.is_lower or (self.newest is None and self._reader.number is not None):
             return False  # there is a run, but it cannot be read
+        return self._has_no_leader() and self._follows_on(now)
+
+    def _has_no_leader(self) -> bool:
         if self.newest is None or self.newest.stopped or self.newest.session == self._died:
             return True
         pause = max(self.pause, self.newest.settings.commit_seconds)
         return self._still >= max(STANDSTILL, PAUSES_STILL * pause)
+
+    def _follows_on(self, now: float) -> bool:
+        """Return whether the newest decision may be continued. Lists may be late."""
+        reader = self._reader
+        if not reader.is_stray:
+            self._stray_since = math.inf
+            return True
+        self._stray_since = min(self._stray_since, now)
+        if now - self._stray_since >= WENT_BACK_SECONDS:
+            raise StrayDecisionError(run_name(reader.number or 0), run_name(reader.before or 0))
+        return False

@@ -63,6 +63,20 @@ class EmptiedError(WentBackError):
     )
 
 
+class StrayDecisionError(WentBackError):
+    """The newest decision was created in a store that was restored to an older copy, by a syncer
+    that has died before it could withdraw it."""
+
+    def __init__(self, newest: str, before: str) -> None:
+        """Take the name of the newest decision, and of the highest one `before` it."""
+        self.name = newest
+        self.what_happened = (
+            "the store was restored to an older copy while the run was active, so it may lack what "
+            f"{newest} names; delete {newest} from it, and the run goes on from {before}"
+        )
+        super().__init__(f"{newest} is stored, and between it and {before}, decisions are missing")
+
+
 class SlotStart(msgspec.Struct, array_like=True, frozen=True):
     """Where the samples of a slot begin."""
 

@@ -240,16 +240,18 @@ class Island:
         """Compare the computed checksum of P of this version."""
         self.fragments[number].on_checksum(version, checksum)
 
-    def _is_near(self) -> bool:
+    def is_near(self) -> bool:
+        """Return whether it has copies that are new enough to request a slot."""
         return bool(self.fragments) and all(
-            fragment.held >= fragment.shared.version - BEHIND for fragment in self.fragments
+            fragment.held >= max(0, fragment.shared.version - BEHIND) for fragment in self.fragments
         )
 
     def _begin_if_ready(self) -> None:
         decision = self.decision
         if self.is_training or decision is None or self.slot is None or not decision.begun:
             return
-        if not self._is_near() or any(fragment.applied < 0 for fragment in self.fragments):
+        lacks_copy = any(fragment.applied < 0 or fragment.is_wrong for fragment in self.fragments)
+        if lacks_copy or not self.is_near():
             return
         slot = decision.slots[self.slot]
         self.position = slot.furthest
@@ -413,7 +415,7 @@ class Island:
     def _wish(self) -> str:
         if self.slot is None:
             has_ended = self.decision is not None and self.decision.ended
-            may_join = self._is_near() and not (self.is_leaving or self.ending or has_ended)
+            may_join = self.is_near() and not (self.is_leaving or self.ending or has_ended)
             return JOIN if may_join else ""
         if not self.is_leaving:
             return ""

@@ -123,6 +123,8 @@ class Round:
     """Steps of each island at the last opening."""
     hurried: set[int] = field(default_factory=set)
     """Slots whose part has opened a round before its time, since the last one that came in time."""
+    hurried_again: set[str] = field(default_factory=set)
+    """Islands that have stopped, and whose part has opened a second such round."""
     began: dict[str, int] = field(default_factory=dict)
     """Version at which an island got its slot, or was first seen in it."""
     weights: dict[str, deque[int]] = field(default_factory=dict)
@@ -149,6 +151,7 @@ class Round:
 
     def forget(self, gone: Collection[str]) -> None:
         """Forget incarnations that are gone."""
+        self.hurried_again -= set(gone)
         by_incarnation: tuple[dict[str, Any], ...] = (self.steps, self.began, self.weights)
         for values in by_incarnation:
             for incarnation in gone:
@@ -210,14 +213,19 @@ class Round:
         A late part does not open a round, which would make the others send early repeatedly. The
         part of an island that has stopped, leaves or is absent does, as it waits for nothing else:
         once per slot until the next round in time, unless no island trains. Otherwise, an island
-        could close rounds as fast as it sends samples. All owners that complete steps set the pace,
-        and not only those that are ready: who is late does not become the only one that counts.
+        could close rounds as fast as it sends samples. One that has stopped does so a second time,
+        but only once: if its last part was late, it leaves with what it has trained since. All
+        owners that complete steps set the pace, and not only those that are ready: who is late does
+        not become the only one that counts.
         """
         senders = {slot: waiting_part.incarnation for slot, waiting_part in self.waiting.items()}
         stopped = {slot for slot, sender in senders.items() if not self._steps(sender)}
         training = [owner for owner in self.decision.owners() if self._steps(owner)]
-        if stopped - self.hurried or (stopped and not training):
+        first = stopped - self.hurried
+        again = {senders[slot] for slot in stopped - first if self._may_hurry_again(senders[slot])}
+        if first or again or (stopped and not training):
             self.hurried |= stopped
+            self.hurried_again |= again
             return True
         steps_made = list[float]()
         for owner in training or senders.values():
@@ -229,6 +237,10 @@ class Round:
         if is_due:
             self.hurried = set()
         return is_due
+
+    def _may_hurry_again(self, sender: str) -> bool:
+        note = self.presence.note_of(sender)
+        return note is not None and note.is_idle and sender not in self.hurried_again
 
     def _steps(self, owner: str) -> bool:
         return self.presence.is_stepping(owner, self.grace)

@@ -82,8 +82,10 @@ class Syncer:
         state.session = self.session
         state.stopped = False
         state.writing = []
+        self._wall += self._now - self._began
+        self._began = self._now
         away = self._wall - state.written if state.written else 0.0
-        self._age = max(self._age, state.age + min(max(0.0, away), YEARS))
+        self._age = state.age + min(max(0.0, away), YEARS)
         fragments = range(len(state.fragments))
         self.uploads = Uploads()
         self.rounds = [Round(state, self.presence, number) for number in fragments]
@@ -319,9 +321,8 @@ class Syncer:
         assert self.state is not None
         number = stored.fragment
         current = self.rounds[stored.fragment]
-        checksum = self._checksums.pop(number)
         former_version = shared.version
-        shared.kept.append(Kept(stored.version, checksum, stored.number))
+        shared.kept.append(Kept(stored.version, self._checksums.pop(number), stored.number))
         shared.version = stored.version
         for waiting_part in current.merging:
             part = waiting_part.part
