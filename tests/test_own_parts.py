@@ -194,6 +194,11 @@ def test_a_module_that_cannot_be_imported_is_named(
         load_config("debug", {"run.imports": name})
 
 
+def test_an_empty_name_of_a_module_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"the name of a module is empty: give one, such as"):
+        load_config("debug", {"run.imports": "''"})
+
+
 def test_modules_with_an_open_quote_are_a_mistake() -> None:
     match = r'command line: run.imports = "it\'s": no closing quotation: write each quote and'
     with pytest.raises(ConfigError, match=match):

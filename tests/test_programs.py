@@ -47,6 +47,7 @@ def test_a_program_and_the_one_that_it_starts(tmp_path: Path) -> None:
     with program:
         version = f"torchtitan_diloco {torchtitan_diloco.__version__}\n"
         assert program.end() == f"first\n{version} True blue {tmp_path}\n"
+    assert run_program(tmp_path / "console.txt", ["train", "--version"]).stdout == version
     ended = run_program(tmp_path / "console.txt", ["nothing"])
     assert (ended.returncode, ended.stdout) == (USER_ERROR, "")
     assert ended.stderr.startswith("error: there is no command nothing")

@@ -40,6 +40,8 @@ def run(words: list[str]) -> int:
         on_path = shutil.which(program) == sys.argv[0]
         os.environ[STARTED_BY] = program if on_path else sys.argv[0]
     name, *arguments = words or ["--help"]
+    if name in COMMANDS and arguments == ["--version"]:  # as of run_train.sh
+        name = "--version"
     try:
         if name == "train" and _prints_help(arguments):
             return 0

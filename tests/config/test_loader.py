@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_diloco.base.settings import steps_of
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.run_plan import plan_run
 from torchtitan_diloco.config import (
     Config,
@@ -25,6 +26,7 @@ from torchtitan_diloco.config.checks import run_warnings, unused_settings
 from torchtitan_diloco.config.loader import (
     CONFIGS_FOLDER,
     shipped_configs,
+    without_settings,
 )
 from torchtitan_diloco.config.parts import OPTIMIZERS
 from torchtitan_diloco.config.schema import flat_settings, flatten
@@ -77,8 +79,8 @@ def test_a_vocabulary_is_that_of_the_tokenizer_that_is_given_later(tmp_path: Pat
 
 
 def test_values_on_the_command_line() -> None:
-    words = "--config=35m --training.tokens 25e9 --optimizer.lr=1 --run.seed"
-    words += " 4 --run.seed=5 --run.name=--x --training.global_batch_size none"
+    words = "--config=35m --training.tokens 25e9 --optimizer.lr=1"
+    words += " --run.seed=5 --run.name=--x --training.global_batch_size none"
     words += " --diloco.fragments.pattern sequential --run.description 78 --run.deterministic true"
     words += " --data.shuffle=False --optimizer.weight_decay 0.3 --data.source="
     config = from_command_line(words.split())
@@ -153,6 +155,12 @@ def test_a_length_that_is_none_is_refused(given: str) -> None:
         ("--config /", r'--config = "/": is a folder: give a TOML file; train_configs/ has'),
         ("--config ~nobody-here/a.toml", r'--config = "~nobody-here/a.toml": .*: give a full path'),
         ("--config " + 300 * "x", "no such file"),
+        ("--config /dev/null", "is not a regular file, as all processes of a run read it: give a"),
+        ("--run.seed 3 --run.seed=4", "line: --run.seed: is given twice: give it once$"),
+        (
+            "--data.mixture a=1 --run.seed 1 --data.mixture b=1",
+            "line: --data.mixture: is given twice: give all values after one --data.mixture$",
+        ),
     ],
 )
 def test_malformed_command_lines(words: str, reason: str) -> None:
@@ -183,7 +191,27 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
         ("training.tokens", "1,000", ": expected a whole number; did you mean 1000?"),
         ("training.tokens", "-1Gbit", ": expected a whole number"),
         ("optimizer.lr", "4 k", ": expected a number; did you mean 4e3?"),
+        ("run.seed", "2e16", "whole number: write it in digits, such as 20000000000000000"),
+        ("run.seed", "1e30", ": expected a whole number; it must fit in 64 bits"),
+        ("training.global_batch_size", "9.1e15", "in digits, such as 9100000000000000"),
+        ("diloco.workers", str(2**63 - 1), ": expected a whole number <= 1048576"),
+        ("parallel.fsdp", str(2**63 - 1), ": expected a whole number <= 1048576"),
+        ("islands.local", str(2**63 - 1), ": expected a whole number <= 1048576"),
+        ("diloco.link.timeout_seconds", "1e10", ": expected a whole number <= 31536000"),
+        ("distributed.init_timeout_seconds", "1e10", ": expected a whole number <= 31536000"),
+        ("distributed.train_timeout_seconds", "1e10", ": expected a whole number <= 31536000"),
+        ("checkpoint.mirror_wait_seconds", "1e10", ": expected a whole number <= 31536000"),
         ("run.deterministic", "1k", ": expected true or false"),
+        ("model.qk_norm", "maybe", ': expected true or false, or "none"'),
+        ("run.folder", "~a\0b", "has a NUL character, which no path can have: remove it"),
+        ("run.name", "a\0b", "has a NUL character, which no path can have: remove it"),
+        ("data.cache_folder", "a\0b", "has a NUL character, which no path can have: remove it"),
+        ("metrics.boards", "a a", "expected one of tensorboard, wandb:PROJECT, mlflow:EXPERIMENT"),
+        (
+            "metrics.boards",
+            "tensorboard tensorboard",
+            ": tensorboard is given several times: give each board once",
+        ),
         ("optimizer.weight_decay", "x", ": expected a number, or one of 1/steps"),
         ("run.deterministic", "yes", ": expected true or false"),
         ("lr_schedule.decay", "cosin", "wsd, constant; did you mean cosine?"),
@@ -243,6 +271,7 @@ def test_all_mistakes_are_listed_with_their_origin(tmp_path: Path) -> None:
         ("run.name = 5\n", "run.name = 5: expected text, in quotes"),
         ("[run]\nextends = 'debug'\n", "unknown key: move extends above the first [section]"),
         ("extends = '~nobody-here/x.toml'\n", "does not have: give a full path"),
+        ('extends = "~\\u0000"\n', "does not have: give a full path"),
         ("run.name = '\xe9'\n", "is not text in UTF-8: save it with this encoding"),
     ],
 )
@@ -267,7 +296,7 @@ def test_a_key_of_another_section_is_no_suggestion(tmp_path: Path) -> None:
     assert "unknown key; lr is a key of optimizer, diloco.outer_optimizer; training has" in lr
 
 
-text = st.text(st.characters(blacklist_categories=["Cs"]), max_size=20)
+text = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=20)
 names = text.filter(lambda name: name and not {"/", "\\"} & set(name))
 
 
@@ -343,7 +372,12 @@ TOPK = {
         ),
         ({"islands.local": "3", "islands.slots": "1"}, "islands.slots"),
         ({"islands.local": "2", "islands.sync": "true"}, "islands.sync"),
+        ({"islands.local": "2", "islands.name": "here"}, "islands.name"),
         ({"islands.sync": "true"}, "islands.sync"),
+        ({"islands.join": 5000 * "x", "islands.name": "a"}, "islands.join"),
+        ({"islands.join": "~nobody-here/x"}, "islands.join"),
+        ({"islands.join": "s3:/bucket/x", "islands.name": "a"}, "islands.join"),
+        ({"run.folder": "~nobody-here/x", "checkpoint.mirror": "b"}, "run.folder"),
         ({"islands.local": "2", "diloco.method": "none"}, "diloco.method"),
         ({"data.shard_by": "random", "diloco.workers": "1"}, "data.shard_by"),
         ({"parallel.reduce_dtype": "bfloat16"}, "parallel.reduce_dtype"),
@@ -352,6 +386,61 @@ TOPK = {
 def test_contradictions_are_errors(settings: dict[str, str], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^1 mistake.*\n.*: {key}( = |: )"):
         load_config("debug", settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "deciders"),
+    [
+        ({"islands.name": "here"}, "islands.join"),
+        ({"islands.sync": "true"}, "islands.join"),
+        ({"islands.begin": "2"}, "islands.join (or islands.local)"),
+    ],
+)
+def test_what_a_setting_of_islands_needs_is_not_refused_beside_it(
+    settings: dict[str, str], deciders: str
+) -> None:
+    assert error_of("debug", **settings).endswith(
+        f"is only used with {deciders}: set that too, or remove this setting"
+    )
+
+
+def test_the_home_of_an_unknown_user_is_no_location_in_an_own_loop() -> None:
+    with pytest.raises(UserError, match=r"islands\.join.*whom this machine does not have"):
+        own_loop_settings(Islands(join="~nobody-here/x", name="a"), DiLoCoConfig())
+
+
+def test_a_preset_is_not_replaced_by_a_file_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = load_config("demo")
+    write(tmp_path, "demo", "extends = '1b'\n")
+    write(tmp_path, "1b", "not TOML")
+    write(tmp_path, "demo.toml", "extends = '35m'\n")
+    write(tmp_path, "mine", "extends = 'debug'\n")
+    assert from_command_line([]) == load_config("demo") == expected
+    assert load_config("./demo").model.flavor == "1b"
+    assert load_config("demo.toml").model.flavor == "35m"
+    assert load_config("mine").model == load_config("debug").model, "there is no such preset"
+
+
+keys = st.sampled_from(["run.seed", "run.name", "data.corpus", "data.mixture"])
+options = st.lists(st.tuples(keys, st.lists(st.sampled_from(["1", "a=1", "-x", "a b"]))))
+
+
+@given(options, st.sets(keys), st.booleans())
+def test_settings_are_taken_out_with_their_values(
+    chosen: list[tuple[str, list[str]]], keys: set[str], joined: bool
+) -> None:
+    def words_of(chosen: list[tuple[str, list[str]]]) -> list[str]:
+        words = list[str]()
+        for key, values in chosen:
+            first = [f"--{key}={values[0]}"] if joined and values else [f"--{key}", *values[:1]]
+            words += [*first, *values[1:]]
+        return words
+
+    kept = [(key, values) for key, values in chosen if key not in keys]
+    assert without_settings(words_of(chosen), keys) == words_of(kept)
 
 
 def test_an_island_in_a_store_may_have_its_copies_in_host_memory(tmp_path: Path) -> None:

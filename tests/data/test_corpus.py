@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import time
@@ -104,6 +105,20 @@ def test_a_text_of_few_pieces_has_one_held_out(data: Data, tmp_path: Path) -> No
         reason = r"the text is a single piece: add text, or set data\.validation_corpus, or set val"
         with pytest.raises(UserError, match=reason):
             open_split(single, BYTES, "validation")
+
+
+def test_a_corpus_without_text_names_its_setting(data: Data, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    empty = dataclasses.replace(data, corpus=f"{tmp_path}/empty.txt")
+    reason = r'^data\.corpus: the corpus ".*/empty\.txt" has no text, .*: give other text$'
+    with pytest.raises(UserError, match=reason):
+        open_split(empty, BYTES, "train")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a", "https://host/a.txt", "gs://a/*.txt"])
+def test_a_url_is_no_corpus(data: Data, url: str) -> None:
+    with pytest.raises(UserError, match=rf'^data\.corpus: "{re.escape(url)}" is a URL: only files'):
+        open_split(dataclasses.replace(data, corpus=url), BYTES, "train")
 
 
 def test_a_split_that_is_empty_says_how_many_pieces_there_are(data: Data) -> None:

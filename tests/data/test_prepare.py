@@ -175,6 +175,14 @@ def test_bad_arguments(
     assert (status, message in printed) == (2, True)
 
 
+def test_a_single_piece_says_what_to_raise(run: Run, source: Path) -> None:
+    source.write_text('{"text": "one"}\n{"text": "two"}\n')
+    status, printed = run("--max-tokens", "1")
+    assert (status, "tokens in 1 document to train on" in printed) == (0, True)
+    remedy = "raise --max-tokens of `prepare`, or set data.validation_corpus"
+    assert f"as --max-tokens is 1, and it is not held out: {remedy}\n" in printed
+
+
 def test_a_folder_that_cannot_be_used(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with only_writer(out, wait=False):
         assert "another process is writing" in run(source="stdlib")[1]

@@ -328,6 +328,10 @@ def test_a_run_compares_the_time_of_its_steps_with_the_notice(
             {"run.preemption": "aws", "run.preemption_address": "169.254.169.254"},
             "must look like http://HOST",
         ),
+        *(
+            ({"run.preemption": "aws", "run.preemption_address": address}, "must look like http:")
+            for address in ("http://:80", "http://a:99999999", "http://a:x", "http://a/b", "http:a")
+        ),
     ],
 )
 def test_settings_that_cannot_be(given: dict[str, str], message: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.machines.test_compare import SMALL
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config import from_command_line
+from torchtitan_diloco.config.loader import without_settings
 from torchtitan_diloco.machines import trial
 from torchtitan_diloco.machines.trial import Trial
 
@@ -63,7 +64,8 @@ def test_a_step_has_the_share_of_a_record_that_a_run_writes() -> None:
 
 
 def trial_of(*words: str, vocabulary: int = 320) -> Trial:
-    training = [*SMALL, *words]
+    given = [word.removeprefix("--") for word in words]
+    training = [*without_settings(SMALL, given), *words]
     config = from_command_line(training)
     return Trial(training, config, workers=2, processes=1, trials=1, vocabulary=vocabulary)
 

@@ -68,12 +68,10 @@ def test_parameter_counts_are_those_of_published_llamas(flavor: str, parameters:
 
 
 def test_a_flavor_that_does_not_exist_is_refused() -> None:
-    message = (
-        r'flavor = "llama-8": there is no such flavor; did you mean llama-8b\?; there are debug'
-    )
+    message = r'flavor = "llama-8": there is no .*; there are debug, .*; did you mean llama-8b\?$'
     with pytest.raises(UserError, match=message) as caught:
         build_model(Model(flavor="llama-8"), 50, 16)
-    assert str(caught.value).endswith(", ".join(FLAVORS))
+    assert ", ".join(FLAVORS) in str(caught.value)
 
 
 @pytest.mark.parametrize("config", VARIANTS)

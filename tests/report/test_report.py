@@ -19,6 +19,7 @@ from tests.report.synthetic import (
     write_run,
 )
 from tests.test_trainer import LOSS
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.metrics import BASELINE, baseline_bytes
 from torchtitan_diloco.config import load_config, to_toml
 from torchtitan_diloco.report.charts import (
@@ -294,6 +295,23 @@ def test_an_island_without_steps_leaves_the_numbers_of_the_others(tmp_path: Path
     assert shown["hidden"] == ("95.8 %", "of the exchanges' time, mean of 2 islands")
 
 
+@pytest.mark.parametrize(
+    ("settings", "runs"),
+    [
+        (["", ""], ["run-1", "run-2"]),
+        (['[islands]\nname = "oslo"\n', ""], ["run-1", "run-1"]),
+        (['[islands]\nname = "oslo"\n', '[islands]\nname = "rome"\n'], ["run-1", "run-2"]),
+    ],
+)
+def test_runs_in_a_folder_are_not_one(tmp_path: Path, settings: list[str], runs: list[str]) -> None:
+    folders = [tmp_path / "all" / name for name in ("a", "b")]
+    for folder, text, run in zip(folders, settings, runs, strict=True):
+        write_run(folder, step_records(100), settings=text, run=run)
+    named = f"give one of its runs, or several: {folders[0]}, {folders[1]}$"
+    with pytest.raises(UserError, match=named):
+        opened(tmp_path / "all")
+
+
 def test_islands_of_a_run_have_lanes_on_one_clock(tmp_path: Path) -> None:
     """One is away for a while, and a part of it is merged late. Another run has one of its own."""
     folders = []
@@ -464,6 +482,7 @@ def test_the_timeline_shows_all_phases_of_the_first_eight_workers() -> None:
     [
         ("nowhere", b"", "/nowhere: it does not exist; give the folder of a run, such as outputs/"),
         ("run/worker-0/metrics.jsonl", b"", "it is a file; give the folder of a run, such as"),
+        ("run/config.toml", b"", "config.toml: it is a file; give the folder of a run, such as"),
         ("run", None, "it has no worker-0/metrics.jsonl; give the folder"),
         ("run", b"no\nrecord\n", "has no line that is a record of a run"),
         ("run", bytes(range(256)), "has no line that is a record of a run"),
@@ -484,6 +503,7 @@ def test_mistakes_are_reported_in_a_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run/worker-0").mkdir(parents=True)
+    Path("run/config.toml").touch()
     if content is not None:
         Path("run/worker-0/metrics.jsonl").write_bytes(content)
     assert main(words.split()) == 2

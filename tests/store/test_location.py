@@ -23,6 +23,12 @@ from torchtitan_diloco.store.store import Kind
         ("s3://a:secret@bucket/run", "s3://bucket/run: .* contains a login; remove it"),
         ("s3:///run", "s3:///run: the location of a bucket is s3://BUCKET/PATH; correct it"),
         ("gs://bucket/run?a=b", "the location of a bucket is gs://BUCKET/PATH"),
+        (
+            "s3:/a:secret@bucket/run",
+            r"^s3:\.\.\. is no location; give s3://BUCKET/PATH, with ",
+        ),
+        ("~nobody-here/run", "^~nobody-here/run is in the home folder of a user whom this machine"),
+        (5000 * "x", r"^x{80}: it cannot be read \(File name too long\); correct its path$"),
     ],
 )
 def test_a_wrong_location_is_named_without_its_password(location: str, says: str) -> None:

@@ -103,6 +103,8 @@ def import_modules(names: Iterable[str]) -> None:
     if not {"", folder} & set(sys.path):  # it is there if a module was started
         sys.path.insert(0, folder)
     for name in names:
+        if not name:
+            raise UserError("the name of a module is empty: give one, such as mine for mine.py")
         try:
             import_module(name)
             _imported[name] = None

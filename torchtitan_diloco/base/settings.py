@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
+from decimal import Decimal
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -20,15 +21,25 @@ NAMES = {
     "`float`": "a number",
     "`float | null`": 'a number, or "none"',
     "`bool`": "true or false",
+    "`bool | null`": 'true or false, or "none"',
     "`str`": "text, in quotes",
 }
 TOO_LARGE = "expected a number that fits in 64 bits"
 EXPONENTS = {"K": 3, "M": 6, "G": 9, "B": 9, "T": 12}
 WITH_SUFFIX = re.compile(rf"(\d*\.?\d+)\s*([{''.join(EXPONENTS)}])", re.IGNORECASE)
 WITH_SEPARATORS = re.compile(r"\d{1,3}([_, ]\d{3})+")
+WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d{1,2}", re.IGNORECASE)
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
+MOST_SECONDS = 365 * 24 * 3600
+"""Longest timeout: gloo and the clocks of threads count nanoseconds in 64 bits."""
+Seconds = Annotated[int, Meta(ge=1, le=MOST_SECONDS)]
+MOST_WORKERS = 2**20
+"""Largest number of workers, islands, or ranks of a worker, so that their products fit in 64
+bits."""
+Workers = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
+NoneOrWorkers = Annotated[int, Meta(ge=0, le=MOST_WORKERS)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Length = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, lt=1)]
 """Length of a part of a run: steps, or a share of the run if below 1."""
@@ -197,15 +208,29 @@ def _may_be_number(kind: Any) -> bool:
 
 
 def _number_meant(value: Any, expected: str) -> str:
-    """Return a hint about a number with a suffix or separators, such as `1M` or `1,000`, or an
-    empty string."""
-    if not (isinstance(value, str) and expected.startswith(("a whole number", "a number"))):
+    """Return a hint about a number with a suffix, separators or an exponent, such as `1M`, `1,000`
+    or `2e16`, or an empty string."""
+    if "<=" in expected or not expected.startswith(("a whole number", "a number")):
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        return _in_digits(Decimal(value))
+    if not isinstance(value, str):
         return ""
     if match := WITH_SUFFIX.fullmatch(value):
         return f"; did you mean {match[1]}e{EXPONENTS[match[2].upper()]}?"
     if WITH_SEPARATORS.fullmatch(value):
         return f"; did you mean {re.sub('[_, ]', '', value)}?"
-    return ""
+    return _in_digits(Decimal(value)) if WITH_EXPONENT.fullmatch(value) else ""
+
+
+def _in_digits(number: Decimal) -> str:
+    """Return the remedy for a whole number that is too large to be exact as a float, or an empty
+    string."""
+    if number >= 2**63:
+        return "; it must fit in 64 bits"
+    if number < 2**53 or number != int(number):
+        return ""
+    return f": write it in digits, such as {int(number)}"
 
 
 def _convert_length(value: Any, *, is_word: bool) -> int | float:

@@ -44,7 +44,7 @@ def has_home(path: str) -> bool:
     """Return whether `Path.expanduser` knows the home folder that a path may begin with."""
     try:
         Path(path).expanduser()
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # there is no such user, or its name has a NUL character
         return False
     return True
 

@@ -1,8 +1,8 @@
 """Checks across settings: contradictions, settings that nothing reads, and warnings of a run."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from torchtitan_diloco.base.settings import (
     Mistakes,
@@ -36,8 +36,12 @@ PATHS = (
     "data.cache_folder",
     "checkpoint.mirror",
     "checkpoint.resume",
+    "islands.join",
 )
 """Settings that may be paths, beside the corpora."""
+NO_NUL = "has a NUL character, which no path can have: remove it"
+ONLY_WITH_JOIN = ("name", "sync")
+"""Settings of islands that `islands.local` chooses itself."""
 
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("activation_checkpoint.mode", ("every_nth", "selective")): ("every",),
@@ -48,6 +52,9 @@ The entries of a dict say so themselves."""
 
 def config_mistakes(config: Config) -> Mistakes:
     """Yield a (key, reason and remedy) pair for each contradiction between settings."""
+    if mistakes := [*_path_mistakes(config)]:  # the other checks use these paths
+        yield from mistakes
+        return
     training = config.training
     is_island = bool(config.islands.join or config.islands.local)
     lengths = [key for key in RUN_LENGTH if getattr(training, key.removeprefix("training."))]
@@ -72,27 +79,18 @@ def config_mistakes(config: Config) -> Mistakes:
     else:
         for key, default in flat_settings(Islands()).items():
             if getattr(config.islands, key) != default:
-                reason = (
-                    "is only used with islands.join (or islands.local): set that "
-                    "too, or remove this setting"
-                )
+                deciders = "islands.join" + " (or islands.local)" * (key not in ONLY_WITH_JOIN)
+                reason = f"is only used with {deciders}: set that too, or remove this setting"
                 yield f"islands.{key}", reason
     yield from _mirror_mistakes(config)
-    if address := config.run.preemption_address:
-        if config.run.preemption == "none":
-            yield (
-                "run.preemption_address",
-                ("is only used with run.preemption: set that too, or remove this setting"),
-            )
-        elif not re.fullmatch(r"http://[^/\s]+/?", address):
-            yield "run.preemption_address", "must look like http://HOST or http://HOST:PORT"
-    if "/" in config.run.name or "\\" in config.run.name:
-        yield "run.name", "must not contain slashes: set run.folder to choose another folder"
+    yield from _run_mistakes(config)
     if config.validation.sample_prompt and not config.validation.sample_every:
         reason = "is only used with validation.sample_every: set that too, or remove this setting"
         yield "validation.sample_prompt", reason
+    boards = config.metrics.boards
+    if repeated := [board for board in dict.fromkeys(boards) if boards.count(board) > 1]:
+        yield "metrics.boards", f"{repeated[0]} is given several times: give each board once"
     yield from _option_mistakes(config)
-    yield from _home_mistakes(config)
     yield from _data_mistakes(config)
     is_own_island = is_island and config.data.shard_by == "own"  # others may join later
     is_alone = config.workers == 1 or config.diloco.method == "none"
@@ -112,13 +110,42 @@ def _option_mistakes(config: Config) -> Mistakes:
         yield "optimizer.options", f"{config.optimizer.name} {error}"
 
 
-def _home_mistakes(config: Config) -> Mistakes:
-    """Yield the mistake of each path in the home folder of a user that this machine lacks."""
+def _run_mistakes(config: Config) -> Mistakes:
+    """Yield the mistakes in the section [run]."""
+    run = config.run
+    if run.preemption_address and run.preemption == "none":
+        reason = "is only used with run.preemption: set that too, or remove this setting"
+        yield "run.preemption_address", reason
+    elif run.preemption_address and not _is_server(run.preemption_address):
+        reason = "must look like http://HOST or http://HOST:PORT, with a port up to 65535"
+        yield "run.preemption_address", reason
+    if "/" in run.name or "\\" in run.name:
+        yield "run.name", "must not contain slashes: set run.folder to choose another folder"
+
+
+def _is_server(address: str) -> bool:
+    """Return whether an address is that of a server, without a path."""
+    try:
+        parts = urlsplit(address)
+        port = parts.port
+    except ValueError:  # its port is no number, or too large
+        return False
+    is_place = bool(parts.hostname) and port != 0 and address.split() == [address]
+    return is_place and parts.scheme == "http" and address.removesuffix("/").count("/") == 2
+
+
+def _path_mistakes(config: Config) -> Mistakes:
+    """Yield the mistake of each path that no machine can have, or that is in the home folder of a
+    user that this machine lacks."""
     chosen = flat_settings(config)
     places = [(key, chosen[key]) for key in PATHS]
     places += [(config.data.corpora_key, name) for name in config.data.corpora]
+    if "\0" in config.run.name:
+        yield "run.name", NO_NUL
     for key, paths in places:
-        if not all(map(has_home, paths.split(","))):
+        if "\0" in paths:
+            yield key, NO_NUL
+        elif not all(map(has_home, paths.split(","))):
             yield key, NO_HOME
 
 

@@ -52,7 +52,10 @@ DESCRIPTION = (
     "Train. The command line takes precedence over the TOML file of --config, and the file over "
     "the defaults below. Values of that file stand after those defaults that it changes."
 )
-CONFIG = f"A TOML file, or the name of one in train_configs/: {', '.join(shipped_configs())}."
+CONFIG = (
+    f"A TOML file, or the name of one in train_configs/: {', '.join(shipped_configs())}. "
+    "A file with such a name: ./NAME."
+)
 PRINT_CONFIG = (
     "Print the settings that the run would use, its warnings, and what is missing to start it."
 )

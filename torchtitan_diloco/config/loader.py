@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -331,20 +331,28 @@ def _parse_toml(text: str, origin: str) -> dict[str, Any]:
 def find_config(name_or_path: str, child: Path | None = None) -> Path:
     """Find a file by its path or its name in train_configs/ (`1b`, `1b.toml`).
 
-    The path in `extends` of a file `child` is relative to the folder of `child`.
+    A name without a slash and without `.toml` is first looked up in train_configs/. The path in
+    `extends` of a file `child` is relative to the folder of `child`.
     """
     origin, key = (COMMAND_LINE, "--config") if child is None else (str(child), EXTENDS)
     if not has_home(name_or_path):
         raise ConfigError([_mistake(origin, key, name_or_path, NO_HOME)])
     given = Path(name_or_path).expanduser()
-    candidates = [given if child is None else child.parent / given]
+    path = given if child is None else child.parent / given
+    candidates = [path]
     if len(given.parts) == 1:
         candidates += [CONFIGS_FOLDER / given, CONFIGS_FOLDER / f"{given}.toml"]
+    if "/" not in name_or_path and not name_or_path.endswith(".toml"):  # a preset comes first
+        candidates.reverse()
     for candidate in candidates:
         if os.path.isfile(candidate):  # noqa: PTH113, as `is_file` raises if the name is too long
             return candidate
     names = shipped_configs()
-    problem = "is a folder: give a TOML file" if os.path.isdir(given) else "no such file"  # noqa: PTH112
+    problem = "no such file"
+    if os.path.isdir(path):  # noqa: PTH112
+        problem = "is a folder: give a TOML file"
+    elif os.path.exists(path):  # noqa: PTH110
+        problem = "is not a regular file, as all processes of a run read it: give a TOML file"
     reason = f"{problem}; train_configs/ has {', '.join(names)}{nearest(given.stem, names)}"
     raise ConfigError([_mistake(origin, key, name_or_path, reason)])
 
@@ -360,16 +368,21 @@ def shipped_configs() -> list[str]:
 def from_command_line(words: list[str], *, location: str = "") -> Config:
     """Load the configuration of a command line. `location`: as in `load_config`."""
     words_of: dict[str, list[str]] = {}
+    repeated = dict[str, None]()
     values: list[str] | None = None
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):
+            if key in words_of:
+                repeated[key] = None
             values = [value] if equals else []
             words_of[key] = values
         elif values is None:
             raise ConfigError([f"{COMMAND_LINE}: {word}: give settings as --section.key VALUE"])
         else:
             values.append(word)
+    if repeated:
+        raise ConfigError([f"{COMMAND_LINE}: --{key}: {_once(key)}" for key in repeated])
     if lacking := [key for key, values in words_of.items() if not values]:
         raise ConfigError([f"{COMMAND_LINE}: --{key}: {_without_value(key)}" for key in lacking])
     if mistakes := [*_surplus_words(words_of)]:
@@ -377,6 +390,26 @@ def from_command_line(words: list[str], *, location: str = "") -> Config:
     settings = {key: _join_items(values) for key, values in words_of.items()}
     config = settings.pop("config", DEFAULT_CONFIG)
     return load_config(config, settings, location=location)
+
+
+def without_settings(words: Sequence[str], keys: Container[str]) -> list[str]:
+    """Return the words of a command line without those of some settings, which a program sets
+    itself."""
+    kept = list[str]()
+    is_kept = True
+    for word in words:
+        if word.startswith("--"):
+            is_kept = word.removeprefix("--").partition("=")[0] not in keys
+        if is_kept:
+            kept.append(word)
+    return kept
+
+
+def _once(key: str) -> str:
+    """Return the mistake of a setting that is given several times."""
+    if key in (*LISTS, *TABLES):
+        return f"is given twice: give all values after one --{key}"
+    return "is given twice: give it once"
 
 
 def _surplus_words(words_of: Mapping[str, list[str]]) -> Iterator[str]:

@@ -14,7 +14,15 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from torchtitan_diloco.base.registry import OneOf
-from torchtitan_diloco.base.settings import Fraction, Length, NotNegative, Positive
+from torchtitan_diloco.base.settings import (
+    MOST_SECONDS,
+    Fraction,
+    Length,
+    NoneOrWorkers,
+    NotNegative,
+    Positive,
+    Seconds,
+)
 from torchtitan_diloco.base.settings import flat_settings as flat_settings
 from torchtitan_diloco.base.settings import flatten as flatten
 from torchtitan_diloco.config.parts import BOARDS, OPTIMIZERS, SCHEDULES
@@ -257,7 +265,7 @@ class LrSchedule:
 class Parallel:
     """Parallelism inside a worker."""
 
-    fsdp: NotNegative = 0
+    fsdp: NoneOrWorkers = 0
     """Ranks per worker, over which FSDP2 shards the model. 0: all processes / `diloco.workers`."""
     reshard_after_forward: Literal["always", "never", "auto"] = "auto"
     """`always`: free the gathered parameters of a block after its forward pass and gather them
@@ -295,9 +303,9 @@ class Compile:
 class Distributed:
     """Process groups inside a worker, and start-up."""
 
-    init_timeout_seconds: Positive = 600
+    init_timeout_seconds: Seconds = 600
     """Seconds for which processes wait for each other at the start."""
-    train_timeout_seconds: Positive = 300
+    train_timeout_seconds: Seconds = 300
     """Seconds after which a collective inside a worker fails and ends the run; with several
     workers at least `diloco.link.timeout_seconds` + 60, which applies between workers."""
 
@@ -341,7 +349,7 @@ class Checkpoint:
     """Continue the run whose copies are in `mirror` although `run.folder` has no checkpoint and the
     settings differ in more than the length of the run, its workers, ranks, batch size, link,
     checkpoints, metrics and prices. Otherwise, this is an error."""
-    mirror_wait_seconds: NotNegative = 300
+    mirror_wait_seconds: Annotated[int, Meta(ge=0, le=MOST_SECONDS)] = 300
     """Seconds that a run waits at its end for the last copy. After a signal, it waits at most until
     the processes are killed."""
     resume: str = "auto"

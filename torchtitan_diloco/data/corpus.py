@@ -10,7 +10,7 @@ from torchtitan_diloco.base.registry import find
 from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.config.parts import SOURCES
 from torchtitan_diloco.config.schema import WORKER_FIELD, Data
-from torchtitan_diloco.data.pieces import Corpus
+from torchtitan_diloco.data.pieces import Corpus, EmptyCorpus
 from torchtitan_diloco.data.prepare import prepare
 from torchtitan_diloco.data.shards import (
     FORMAT_VERSION,
@@ -22,7 +22,7 @@ from torchtitan_diloco.data.shards import (
     describe_unfinished,
     read_index,
 )
-from torchtitan_diloco.data.text import open_corpus, text_kind
+from torchtitan_diloco.data.text import is_url, open_corpus, text_kind
 from torchtitan_diloco.data.tokenizer import Tokenizer
 
 
@@ -151,7 +151,10 @@ def _folder(data: Data, key: str, spec: str, tokenizer: Tokenizer, *, fraction: 
         raise UserError(f'data.cache_folder = "{data.cache_folder}" is a file: give a folder')
     folder = cache / name
     if not (folder / INDEX_NAME).exists():
-        prepare(corpus, tokenizer, folder, validation_fraction=fraction, wait=True)
+        try:
+            prepare(corpus, tokenizer, folder, validation_fraction=fraction, wait=True)
+        except EmptyCorpus as error:
+            raise EmptyCorpus(f"{key}: {error}") from error
     return folder
 
 
@@ -161,7 +164,7 @@ def _is_shard_folder(spec: str) -> bool:
     This also holds for an empty folder, and for a single missing path without wildcards or the
     suffix of a text file.
     """
-    if find(SOURCES, spec) or "," in spec:
+    if find(SOURCES, spec) or "," in spec or is_url(spec):
         return False
     path = Path(spec).expanduser()
     if path.is_dir():

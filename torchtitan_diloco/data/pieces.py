@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 from tqdm import tqdm
 
-from torchtitan_diloco.base.formatting import progress_options
+from torchtitan_diloco.base.formatting import counted, progress_options
 from torchtitan_diloco.base.user import UserError
 
 PIECE_CHARACTERS = 32 * 1024
@@ -64,6 +64,10 @@ class Position(msgspec.Struct, frozen=True):
     """Whether the next piece begins a document."""
 
 
+class EmptyCorpus(UserError):
+    """A corpus without text."""
+
+
 class Located(NamedTuple):
     """A piece, and the place after it."""
 
@@ -107,7 +111,9 @@ class Corpus:
 
     def is_empty(self) -> UserError:
         """Return the error for a corpus without text."""
-        return UserError(f"the corpus {self.spec!r} has no text: all of it is empty")
+        return EmptyCorpus(
+            f'the corpus "{self.spec}" has no text, as all of it is empty: give other text'
+        )
 
 
 def corpus_of_documents(
@@ -130,8 +136,9 @@ def corpus_of_documents(
             done = 0
 
     def read(place: Place) -> Reading:
-        how = "" if place == BEGINNING else f"the first {place.row:,} documents are read again"
-        return Reading(located(place), how=how)
+        if place == BEGINNING:
+            return Reading(located(place))
+        return Reading(located(place), how=f"{counted(place.row, 'document')} must be read again")
 
     return Corpus(spec, corpus_fingerprint(f"{spec}\0{version}", []), read)
 

@@ -100,7 +100,8 @@ def prepare(
     print(
         f"data: tokenized {corpus.spec} with {tokenizer.name} in {seconds:.1f} s "
         f"({writing.new_tokens / seconds / 1e6:.2f} M tokens/s): {train.tokens:,} tokens in "
-        f"{train.documents:,} documents to train on, {held_out.tokens:,} held out, in {folder}",
+        f"{counted(train.documents, 'document')} to train on, {held_out.tokens:,} held out, in "
+        f"{folder}",
         flush=True,
     )
     return True

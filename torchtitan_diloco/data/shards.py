@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from torchtitan_diloco.base.formatting import progress_options
+from torchtitan_diloco.base.formatting import counted, progress_options
 from torchtitan_diloco.base.hardware import available_cores, write_whole
 from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.data.pieces import Position
@@ -346,10 +346,15 @@ def describe_empty_validation(index: Index) -> str:
     """Say why the validation split of a corpus is empty, and what to do."""
     shards = [shard for split in index.splits.values() for shard in split.shards]
     pieces = 1 + max((shard.last_piece for shard in shards), default=-1)
-    candidates = f"the {pieces:,} pieces of the text"
+    candidates = f"the {counted(pieces, 'piece')} of the text"
     if "cluster" in index.settings:  # whose documents have the numbers of those of the whole corpus
         candidates = "the documents of this cluster"
-    elif pieces == 1 and not index.settings.get("max_tokens"):
+    elif pieces == 1 and (most := index.settings.get("max_tokens")):
+        return (
+            f"only one piece of the text was read, as --max-tokens is {most:,}, and it is not held "
+            "out: raise --max-tokens of `prepare`, or set data.validation_corpus"
+        )
+    elif pieces == 1:
         return "the text is a single piece: add text, or set data.validation_corpus"
     share = index.settings.get("validation_fraction")
     if share is None:  # of another program

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,8 +62,22 @@ def open_corpus(spec: str, field: str = TEXT_FIELD) -> Corpus:
     patterns = [pattern.strip() for pattern in spec.split(",") if pattern.strip()]
     if not patterns:
         raise UserError(f'the corpus "{spec}" names no file: give files, folders or globs')
+    for pattern in patterns:
+        if is_url(pattern):
+            raise UserError(
+                f'"{pattern}" is a URL: only files and hf:{SOURCES["hf"].takes} are read: download '
+                "it, and give its files"
+            )
+        if find(SOURCES, pattern) and not Path(pattern).exists():
+            reason = "cannot be in a list of files: give it a weight in data.mixture"
+            raise UserError(f"{pattern} {reason}")
     paths = [path for pattern in patterns for path in _find_files(pattern)]
     return _corpus_of_files(spec, paths, field)
+
+
+def is_url(spec: str) -> bool:
+    """Return whether a corpus is written as a URL, such as s3://bucket/path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", spec) is not None
 
 
 def open_standard_library(spec: str, field: str) -> Corpus:
@@ -239,9 +254,14 @@ def _read_lines(content: BinaryIO, field: str, start: Place, path: Path) -> Iter
 def _json_text(line: str, field: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # an integer may have too many digits
+    except (ValueError, RecursionError) as error:
+        problem = f"not JSON ({error})"
+        if isinstance(error, RecursionError):
+            problem = "cannot be read, as it is nested too deep"
+        elif not isinstance(error, json.JSONDecodeError):
+            problem = "cannot be read, as a number in it has too many digits"
         raise UserError(
-            f"{where}: not JSON ({error}): correct or delete the line. Each line of a .jsonl file "
+            f"{where}: {problem}: correct or delete the line. Each line of a .jsonl file "
             f'is an object with its text in "{field}"; other text belongs in a .txt file'
         ) from error
     return text_field(record, field, where)

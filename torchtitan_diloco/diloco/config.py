@@ -14,7 +14,9 @@ from torchtitan_diloco.base.settings import (
     Mistakes,
     NotNegative,
     Positive,
+    Seconds,
     Section,
+    Workers,
     steps_of,
 )
 from torchtitan_diloco.diloco.formats import FORMATS, NAME_BYTES, Format, island_formats
@@ -140,7 +142,7 @@ class Link(Section):
     """TCP streams between two workers, which the ranks of a machine share, or from an island to the
     store. A long link needs several; within one machine there is one. `doctor` measures how many
     a link needs."""
-    timeout_seconds: Positive = 600
+    timeout_seconds: Seconds = 600
     """Seconds that a transfer may take before the run ends on all workers. A worker that dies ends
     it at once; a silent one is reported after 10 seconds."""
     drop_probability: Annotated[float, Meta(ge=0, lt=1)] = 0.0
@@ -165,7 +167,7 @@ class DiLoCoConfig(Section):
     """`streaming`: workers train independently and exchange fragments (Streaming DiLoCo; DiLoCo
     and Local SGD are special cases). `none`: data parallelism, which averages gradients over all
     workers in every step (HSDP)."""
-    workers: Positive = 1
+    workers: Workers = 1
     """Number of workers. A worker is a group of devices with fast links between them."""
     sync_every: Positive = 100
     """Inner steps between two exchanges of the same fragment (H)."""

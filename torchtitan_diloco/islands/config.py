@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from torchtitan_diloco.base.settings import (
     Mistakes,
-    NotNegative,
+    NoneOrWorkers,
     Positive,
     Section,
     check_class,
@@ -36,9 +36,9 @@ class Islands(Section):
     worker."""
     name: str = ""
     """Name of this island. A job with the name of an island that has died takes its place."""
-    slots: NotNegative = 0
+    slots: NoneOrWorkers = 0
     """Data streams of the run, which limit the number of islands. 0: as many as `begin`."""
-    begin: NotNegative = 0
+    begin: NoneOrWorkers = 0
     """Islands that start together. 0: as many as `diloco.workers`."""
     grace_seconds: Annotated[float, Meta(gt=0, le=3600)] = 1.0
     """Minimum time that a round, and training, wait for parts. It is longer if
@@ -55,7 +55,7 @@ class Islands(Section):
     """Run the syncer of the run, too, beside this island. It goes on if the island ends before the
     run. Of several, one decides, and the others stand by. `islands serve` and `islands.local` run
     one, and `islands sync` runs one alone."""
-    local: NotNegative = 0
+    local: NoneOrWorkers = 0
     """Start this number of islands on this machine, to try islands. They share the folder `store`
     in `run.folder`, and a syncer runs beside them. 0: none."""
 
@@ -97,6 +97,8 @@ def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
         yield "islands.local", "has a store of its own: remove this setting or islands.join"
     if islands.sync and islands.local:
         yield "islands.sync", "islands.local runs the syncer: remove this setting"
+    if islands.name and islands.local:
+        yield "islands.name", "islands.local names its islands itself: remove this setting"
     if islands.join and not islands.name:
         yield (
             "islands.name",

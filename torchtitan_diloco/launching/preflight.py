@@ -18,6 +18,8 @@ from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
 from torchtitan_diloco.islands.config import check_may_decide, local_names, location_id
 from torchtitan_diloco.store.location import check_location, check_present, is_bucket
 
+INCOMPLETE = ".incomplete"
+"""Suffix of the folder of a checkpoint whose save has not ended."""
 PUBLISHED = {
     "llama-1b": "meta-llama/Llama-3.2-1B",
     "llama-3b": "meta-llama/Llama-3.2-3B",
@@ -81,6 +83,7 @@ def missing(config: Config) -> Iterator[str]:
         yield from _tried(check_may_decide, config.islands.join)
     yield from _missing_interfaces(config)
     yield from _tried(_check_folder, config)
+    yield from _tried(_check_resume, config)
     yield from files
 
 
@@ -98,6 +101,44 @@ def _check_folder(config: Config) -> None:
     if config.run.folder and not (existing.is_dir() and os.access(existing, os.W_OK)):
         reason = f"{existing} is not a writable folder: choose another"
         raise UserError(f'run.folder = "{config.run.folder}": {reason}')
+
+
+def _check_resume(config: Config) -> None:
+    """Raise if the checkpoint that a new run starts from is missing. Other nodes may have it, and a
+    run with checkpoints goes on from its own."""
+    resume = config.checkpoint.resume
+    if resume == "auto" or config.checkpoint.mirror or not _is_only_node():
+        return
+    try:
+        problem = _why_no_checkpoint(config, Path(resume).expanduser())
+    except OSError as error:  # such as a name that is too long
+        problem = f"cannot be read ({error.strerror})"
+    if problem:
+        raise UserError(
+            f'checkpoint.resume = "{resume[:80]}": this folder {problem}: give that of a '
+            'checkpoint, or of a run with one, or "auto"'
+        )
+
+
+def _why_no_checkpoint(config: Config, source: Path) -> str:
+    """Return why a new run cannot start from a folder. Return an empty string if it can, or if the
+    run goes on."""
+    saved = "*/worker-*/step-*" if config.islands.local else "worker-*/step-*"
+    if config.run.folder and any(Path(config.run.folder).expanduser().glob(saved)):
+        return ""
+    if not source.exists():
+        steps = source.parent.parent.glob(f"worker-*/{source.name}")  # those of other workers
+        is_step = source.name.startswith("step-")
+        return "" if is_step and any(steps) else "does not exist"
+    steps = source.glob("worker-*/step-*")
+    is_there = source.name.startswith("step-") or any(path.suffix != INCOMPLETE for path in steps)
+    return "" if is_there else "has no complete checkpoint"
+
+
+def _is_only_node() -> bool:
+    """Return whether all processes of the job are on this machine, as the launcher or torchrun
+    says."""
+    return all(os.environ.get(name, "1") in ("", "1") for name in ("NNODES", "GROUP_WORLD_SIZE"))
 
 
 def _missing_for_model(config: Config) -> Iterator[str]:
@@ -135,8 +176,7 @@ def _own_names(config: Config, name: str) -> list[str]:
     elif config.islands.join:
         workers = [config.islands.name]
     else:
-        is_only_node = os.environ.get("NNODES", "1") in ("", "1")
-        count = config.diloco.workers if is_only_node else 0
+        count = config.diloco.workers if _is_only_node() else 0
         workers = [str(worker) for worker in range(count)]
     return [own_name(name, worker) for worker in workers]
 
@@ -150,9 +190,8 @@ def _tried(check: Callable[..., object], *arguments: object) -> Iterator[str]:
 
 def _goes_on(config: Config) -> bool:
     """Return whether checkpoints, on this or another node, may contain the weights."""
-    several = os.environ.get("NNODES", "1") not in ("", "1")
     saved = Path(config.run.folder).expanduser().glob("worker-*/step-*")
-    return bool(config.run.folder) and (several or any(saved))
+    return bool(config.run.folder) and (not _is_only_node() or any(saved))
 
 
 def _check_tokenizer(config: Config) -> None:

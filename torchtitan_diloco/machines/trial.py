@@ -35,6 +35,7 @@ from torchtitan_diloco.components.metrics import Record
 from torchtitan_diloco.components.records import METRICS_FILE, read_json_lines
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.checks import RUN_LENGTH
+from torchtitan_diloco.config.loader import without_settings
 
 WARM_UP_STEPS = 2
 """Number of first steps, which are slower and are not measured."""
@@ -205,7 +206,8 @@ class Trial:
             "profiling.start": "0",
         }
         given = [word for key, value in settings.items() for word in (f"--{key}", value)]
-        self._command = [sys.executable, "-m", "torchtitan_diloco", "train", *words, *given]
+        self._command = [sys.executable, "-m", "torchtitan_diloco", "train"]
+        self._command += [*without_settings(words, settings), *given]
         environment = {key: value for key, value in os.environ.items() if key not in OF_A_RUN}
         self._environment = environment | {"NPROC": str(processes)}
         if (ranks := trials * processes) > 1:

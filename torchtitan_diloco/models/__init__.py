@@ -30,8 +30,8 @@ def build_model(
         similar = get_close_matches(config.flavor, FLAVORS, n=1)
         hint = "".join(f"; did you mean {name}?" for name in similar)
         raise UserError(
-            f'model.flavor = "{config.flavor}": there is no such flavor{hint}; there are '
-            f"{', '.join(FLAVORS)}"
+            f'model.flavor = "{config.flavor}": there is no such flavor; there are '
+            f"{', '.join(FLAVORS)}{hint}"
         )
     with torch.device("meta"):
         model = FLAVORS[config.flavor](config, vocab_size, sequence_length)

@@ -13,6 +13,8 @@ from torchtitan_diloco.islands.stays import Stay
 from torchtitan_diloco.islands.tables import headline
 from torchtitan_diloco.store.location import JOIN_FILE
 
+SETTINGS_FILE = "config.toml"
+"""File in the folder of a run, which is no join file."""
 PASSING = ("speed", "last merged")
 """Numbers that say nothing of a run that has ended."""
 
@@ -39,7 +41,7 @@ class RunHistory:
 def read_history(location: str) -> RunHistory:
     """Read the history of a run from its location."""
     path = Path(location)
-    if path.is_file() and path.suffix != JOIN_FILE:
+    if path.is_file() and (path.suffix != JOIN_FILE or path.name == SETTINGS_FILE):
         raise no_run(path, "decisions")
     with reader.open_reader(location, whole=True) as store:
         view = store.view()

@@ -43,6 +43,8 @@ from torchtitan_diloco.report.run_history import RunHistory, read_history
 
 Array = NDArray[np.float64]
 ELAPSED_SECONDS = "worker/elapsed_seconds"
+MOST_NAMED = 5
+"""Most runs that an error names."""
 
 
 @dataclass(frozen=True)
@@ -362,15 +364,31 @@ def _read_run(folder: Path) -> Run:
     """Read a folder of workers, or of islands, each of which is a worker of its own."""
     files = list(folder.glob(f"worker-*/{METRICS_FILE}"))
     files.sort(key=lambda file: (len(str(file)), file))  # worker-10 comes after worker-9
-    files = files or sorted(folder.glob(f"*/worker-0/{METRICS_FILE}"))
-    if not files:
+    below = [] if files else sorted(folder.glob(f"*/worker-0/{METRICS_FILE}"))
+    if not (files or below):
         raise no_run(folder, f"worker-0/{METRICS_FILE}")
-    settings = _read_settings(files[0].parents[1])
-    workers = []
-    for file in files:
-        name = _read_settings(file.parents[1]).get("islands.name")
-        workers.append(_read_worker(file, name or file.parent.name.replace("-", " ")))
-    return Run(folder.name, folder, workers=workers, settings=settings)
+    settings = [_read_settings(file.parents[1]) for file in files or below]
+    names = [chosen.get("islands.name") for chosen in settings]
+    several = _several_runs(folder, [file.parents[1] for file in below])
+    if below and not all(names):
+        raise several
+    workers = [
+        _read_worker(file, name or file.parent.name.replace("-", " "))
+        for file, name in zip(files or below, names, strict=True)
+    ]
+    if below and len({worker.run_id for worker in workers if worker.run_id}) > 1:
+        raise several
+    return Run(folder.name, folder, workers=workers, settings=settings[0])
+
+
+def _several_runs(folder: Path, runs: Sequence[Path]) -> UserError:
+    """Return the error of a folder that is no run, and has these runs in it."""
+    named = ", ".join(map(str, runs[:MOST_NAMED]))
+    more = f" and {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""
+    return UserError(
+        f"{folder} is not the folder of a run, and not of the islands of one: give one of its "
+        f"runs, or several: {named}{more}"
+    )
 
 
 def _read_worker(file: Path, name: str) -> Worker:

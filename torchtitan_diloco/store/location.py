@@ -1,8 +1,9 @@
 """Location of a store: a folder, a join file, `s3://`, `gs://` or `az://`."""
 
+import os
 from pathlib import Path
 
-from torchtitan_diloco.base.user import UserError, install_command
+from torchtitan_diloco.base.user import NO_HOME, UserError, has_home, install_command
 from torchtitan_diloco.store.errors import RefusedError
 from torchtitan_diloco.store.folder import Folder
 from torchtitan_diloco.store.join_file import (
@@ -62,8 +63,9 @@ def check_present(location: str) -> None:
 
     Its name would otherwise be taken for that of a new folder.
     """
-    path = Path(location).expanduser()
-    if "://" not in location and path.suffix == JOIN_FILE and not path.exists():
+    path = _path_of(location)
+    is_there = os.path.exists(path)  # noqa: PTH110, as `exists` raises if the name is too long
+    if "://" not in location and path.suffix == JOIN_FILE and not is_there:
         raise RefusedError(
             f"{location}: there is no such join file; copy it to this machine, or correct its path"
         )
@@ -74,7 +76,7 @@ def is_bucket(location: str) -> bool:
     scheme, separator, _ = location.partition("://")
     if separator:
         return scheme in BUCKETS
-    return bool(location) and Path(location).expanduser().is_file()
+    return bool(location) and os.path.isfile(_path_of(location))  # noqa: PTH113, as above
 
 
 def kind_at(location: str) -> Kind:
@@ -98,13 +100,32 @@ def _parse(location: str) -> Path | JoinFile | str:
         raise RefusedError(f"{place}: there is no such kind of store; give {KINDS}")
     if not location:
         raise RefusedError(f"the location of a store is empty; give {KINDS}")
-    path = Path(location).expanduser()
-    if all((path / name).is_file() for name in OWN_BUCKET):
+    kind, colon, _ = location.partition(":")
+    if colon and kind in BUCKETS:
+        raise RefusedError(
+            f"{kind}:... is no location; give {kind}://BUCKET/PATH, with two slashes, or "
+            f"./{kind}:... for a folder"
+        )
+    path = _path_of(location)
+    try:
+        is_own_bucket = all((path / name).is_file() for name in OWN_BUCKET)
+        is_file = path.is_file()
+    except OSError as error:  # such as a name that is too long
+        reason = f"it cannot be read ({error.strerror}); correct its path"
+        raise RefusedError(f"{location[:80]}: {reason}") from None
+    if is_own_bucket:
         raise RefusedError(
             f"{location}: it is the folder of a bucket that `islands serve` serves; give "
             f"{path / OWN_BUCKET[0]}"
         )
-    return read_join_file(path) if path.is_file() else path
+    return read_join_file(path) if is_file else path
+
+
+def _path_of(location: str) -> Path:
+    """Return a location as a path, if its home folder is known."""
+    if not has_home(location):
+        raise RefusedError(f"{location[:80]} {NO_HOME}")
+    return Path(location).expanduser()
 
 
 def _backend(location: str, *, make: bool) -> Backend:
