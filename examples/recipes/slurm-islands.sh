@@ -27,10 +27,15 @@ JOIN="${JOIN:-outputs/store}"
 NAME="island-$SLURM_ARRAY_TASK_ID"
 
 cd "${TORCHTITAN_DILOCO:-$SLURM_SUBMIT_DIR}"
+# Slurm signals this script, which passes the signal on: the island sends its work, and leaves.
+child=""
+is_stopped=""
+trap 'is_stopped=1; if [ -n "$child" ]; then kill -TERM "$child"; fi' TERM
 ./run_train.sh --islands.join "$JOIN" --islands.name "$NAME" --run.folder "outputs/$SLURM_ARRAY_JOB_ID/$NAME" "$@" &
 child=$!
-# Slurm signals this script, which passes the signal on: the island sends its work, and leaves.
-trap 'kill -TERM "$child"' TERM
+if [ -n "$is_stopped" ]; then # the signal came before the child had a number
+    kill -TERM "$child"
+fi
 code=0
 wait "$child" || code=$?
 while kill -0 "$child" 2>/dev/null; do # a signal has interrupted the wait
