@@ -33,11 +33,8 @@ read -r first_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export RDZV_ENDPOINT="$first_node:$((20000 + SLURM_JOB_ID % 10000))" # two jobs may share a node
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
 
-# A job that is queued again goes on in this folder, unless the command line names another one.
-case " $*" in
-*" --run.folder "* | *" --run.folder="*) ;;
-*) set -- --run.folder "outputs/slurm-$SLURM_JOB_ID" "$@" ;;
-esac
+# A job that is queued again goes on in this folder. Settings of the command line come later, and count.
+set -- --run.folder "outputs/slurm-$SLURM_JOB_ID" "$@"
 
 # Set up once, not on all nodes at the same time. A mistake in the config, or a missing file, ends the job here.
 "$REPOSITORY/run_train.sh" "$@" --print-config

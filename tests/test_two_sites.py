@@ -24,7 +24,6 @@ from tests.network import Sites, built
 from tests.processes import FORKS
 from tests.waiting import wait_until
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.config.loader import without_settings
 from torchtitan_diloco.export.weights import open_saved
 from torchtitan_diloco.islands.seaweed import find_weed
 
@@ -97,10 +96,8 @@ class Console:
         """Start a command of the page; settings are added to a training."""
         if "run_train.sh" in command:
             settings = SMALL | {key.replace("__", "."): value for key, value in settings.items()}
-            command, program, given = command.partition("./run_train.sh")
-            words = without_settings(given.replace("\\\n", " ").split(), settings)
-            words += [f"--{key} {value}" for key, value in settings.items()]
-            command = f"exec env {command}{REPOSITORY / program} {' '.join(words)}"
+            words = [f"--{key} {value}" for key, value in settings.items()]
+            command = " ".join(["exec env", command.replace("./", f"{REPOSITORY}/"), *words])
         module = f"exec {sys.executable} -m torchtitan_diloco "
         command = command.replace(".venv/bin/torchtitan-diloco ", module)
         self.program = self.sites.launch(

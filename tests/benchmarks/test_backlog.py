@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks import backlog, core, parity, records, scale
 
-VALUES = {"out": "/some/where", "prose": "texts/*.txt", "functions": "functions.jsonl"}
+VALUES = {"out": "/some/where", "prose": "texts/*.txt"}
 
 
 def test_every_entry_is_a_command_that_its_benchmark_takes(
@@ -70,4 +70,4 @@ def test_texts_that_no_entry_reads_are_refused(
     with pytest.raises(SystemExit) as ended:
         backlog.main()
     assert ended.value.code == 2
-    assert "give NAME=PATHS; there are ['functions', 'prose']" in capsys.readouterr().err
+    assert "give NAME=PATHS; there are ['prose']" in capsys.readouterr().err

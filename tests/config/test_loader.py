@@ -156,7 +156,6 @@ def test_a_length_that_is_none_is_refused(given: str) -> None:
         ("--config ~nobody-here/a.toml", r'--config = "~nobody-here/a.toml": .*: give a full path'),
         ("--config " + 300 * "x", "no such file"),
         ("--config /dev/null", "is not a regular file, as all processes of a run read it: give a"),
-        ("--run.seed 3 --run.seed=4", "line: --run.seed: is given twice: give it once$"),
         (
             "--data.mixture a=1 --run.seed 1 --data.mixture b=1",
             "line: --data.mixture: is given twice: give all values after one --data.mixture$",
@@ -166,6 +165,13 @@ def test_a_length_that_is_none_is_refused(given: str) -> None:
 def test_malformed_command_lines(words: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         from_command_line(words.split())
+
+
+def test_the_last_value_of_a_setting_counts() -> None:
+    words = "--config 1b --run.seed 3 --config debug --run.seed=4 --run.name a"
+    assert from_command_line(words.split()) == load_config(
+        "debug", {"run.seed": "4", "run.name": "a"}
+    )
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,6 @@ def test_one_launcher_on_each_node(job: Path) -> None:
     assert "srun option --ntasks-per-node=1" in run.stdout
 
 
-@pytest.mark.parametrize("words", [["--run.folder", "mine"], ["--run.folder=mine"]])
-def test_a_folder_is_given_once(job: Path, words: list[str]) -> None:
-    run = submit(job, "repository", "--config", "1b", *words)
-    assert run.returncode == 0
-    assert f"run: 2 0 node07:24567 --config 1b {' '.join(words)}\n" in run.stdout
-
-
 @pytest.mark.parametrize(
     ("folder", "config", "code", "message"),
     [

@@ -366,14 +366,18 @@ def shipped_configs() -> list[str]:
 
 
 def from_command_line(words: list[str], *, location: str = "") -> Config:
-    """Load the configuration of a command line. `location`: as in `load_config`."""
+    """Load the configuration of a command line. `location`: as in `load_config`.
+
+    Of several values of a setting, the last one counts, as a script may add to what it is given. A
+    list or a table may not be given twice, as one would expect that they are joined.
+    """
     words_of: dict[str, list[str]] = {}
     repeated = dict[str, None]()
     values: list[str] | None = None
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):
-            if key in words_of:
+            if key in words_of and key in (*LISTS, *TABLES):
                 repeated[key] = None
             values = [value] if equals else []
             words_of[key] = values
@@ -382,7 +386,8 @@ def from_command_line(words: list[str], *, location: str = "") -> Config:
         else:
             values.append(word)
     if repeated:
-        raise ConfigError([f"{COMMAND_LINE}: --{key}: {_once(key)}" for key in repeated])
+        reason = "is given twice: give all values after one"
+        raise ConfigError([f"{COMMAND_LINE}: --{key}: {reason} --{key}" for key in repeated])
     if lacking := [key for key, values in words_of.items() if not values]:
         raise ConfigError([f"{COMMAND_LINE}: --{key}: {_without_value(key)}" for key in lacking])
     if mistakes := [*_surplus_words(words_of)]:
@@ -403,13 +408,6 @@ def without_settings(words: Sequence[str], keys: Container[str]) -> list[str]:
         if is_kept:
             kept.append(word)
     return kept
-
-
-def _once(key: str) -> str:
-    """Return the mistake of a setting that is given several times."""
-    if key in (*LISTS, *TABLES):
-        return f"is given twice: give all values after one --{key}"
-    return "is given twice: give it once"
 
 
 def _surplus_words(words_of: Mapping[str, list[str]]) -> Iterator[str]:

@@ -26,7 +26,6 @@ from torchtitan_diloco.base.hardware import (
 from torchtitan_diloco.base.process import STACKS_SIGNAL, STOP_SIGNALS, run_and_exit, say
 from torchtitan_diloco.base.user import USER_ERROR, WORKER_LOST, UserError, cause_of
 from torchtitan_diloco.config import Config, from_command_line, to_toml
-from torchtitan_diloco.config.loader import without_settings
 from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.launching.nodes import (
     Nodes,
@@ -59,14 +58,6 @@ RANK_MESSAGE = "rank-{}"
 PRINT_CONFIG = "--print-config"
 NO_RUN_ID = "none"
 """torchrun's default for several nodes."""
-OF_LOCAL_ISLANDS = (
-    "islands.local",
-    "islands.begin",
-    "islands.join",
-    "islands.name",
-    "run.folder",
-)
-"""Settings that each of the islands on this machine is given."""
 NUMBERS = {"NPROC": 1, "OMP_NUM_THREADS": 1, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 0}
 """Environment variables that are whole numbers, and their minimum."""
 
@@ -188,8 +179,7 @@ def run_local_islands(config: Config, arguments: list[str]) -> int:
     count = config.islands.local
     _share_cores(count)
     _warn_if_crowded(config, wanted_processes(config, nodes=1))
-    words = without_settings(arguments, OF_LOCAL_ISLANDS)
-    command = [sys.executable, "-m", "torchtitan_diloco", "train", *words]
+    command = [sys.executable, "-m", "torchtitan_diloco", "train", *arguments]
     command += ["--islands.local", "0", "--islands.begin", str(config.islands.begin or count)]
     return run_islands(command, count, Path(folder_of_run(config)))
 

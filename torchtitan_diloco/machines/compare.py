@@ -32,7 +32,6 @@ from torchtitan_diloco.base.hardware import (
 from torchtitan_diloco.base.reach import split_address
 from torchtitan_diloco.base.user import PACKAGE, USER_ERROR, Parser, UserError, command_line
 from torchtitan_diloco.config import Config, from_command_line
-from torchtitan_diloco.config.loader import without_settings
 from torchtitan_diloco.machines.trial import (
     Step,
     StepTimes,
@@ -66,9 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options, settings = _parse(words)
-        training = ["--config", options.config, *settings]
-        if without_settings(settings, ["diloco.workers"]) == settings:
-            training += ["--diloco.workers", str(MACHINES)]
+        training = ["--config", options.config, "--diloco.workers", str(MACHINES), *settings]
         _compare(options, from_command_line(training), training)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
