@@ -125,26 +125,20 @@ class Founding(msgspec.Struct, array_like=True, frozen=True):
     def decision(self, number: int, session: str, founder: str) -> Decision:
         """Return the state of the run before any island has a slot."""
         clocks = self.clocks or [0] * len(self.shapes)
-        return Decision(
-            protocol=PROTOCOL,
-            number=number,
-            session=session,
-            run=self.run,
-            settings=self.settings,
-            fragments=[
-                SharedFragment(shapes, clock=clock, kept=[Kept(0, checksum, 0)])
-                for shapes, checksum, clock in zip(self.shapes, self.checksums, clocks, strict=True)
-            ],
-            slots=[
-                Slot(
-                    [Ledger(taken=began.position) for _ in self.shapes],
-                    corpus=began.corpus,
-                    entered=list(began.entered),
-                )
-                for began in self.slots
-            ],
-            founder=founder,
-        )
+        decision = self.name_founder(number, session, founder)
+        decision.fragments = [
+            SharedFragment(shapes, clock=clock, kept=[Kept(0, checksum, 0)])
+            for shapes, checksum, clock in zip(self.shapes, self.checksums, clocks, strict=True)
+        ]
+        decision.slots = [
+            Slot(
+                [Ledger(taken=began.position) for _ in self.shapes],
+                corpus=began.corpus,
+                entered=list(began.entered),
+            )
+            for began in self.slots
+        ]
+        return decision
 
 
 def encode_founding(founding: Founding) -> bytes:
