@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from torchtitan_diloco.components.checkpoint_folder import Manifest
 from torchtitan_diloco.components.run_data import Position
-from torchtitan_diloco.components.run_plan import RunPlan
+from torchtitan_diloco.components.run_plan import Counted, RunPlan
 from torchtitan_diloco.components.telemetry import RunProgress
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.data.loader import Stream
@@ -158,16 +158,13 @@ class JobCourse:
         return f"stopped after step {self.step} of {self._plan.total_steps}, as asked by {reason}"
 
 
-class Counted(NamedTuple):
-    """Steps and tokens of a run up to its checkpoint, from which its plan continues."""
-
-    steps: int = 0
-    tokens: int = 0
-    schedule_tokens: float = 0.0
-
-
 def counted_before(config: Config, manifest: Manifest | None) -> Counted:
     """Return what a run has counted up to its checkpoint. Islands count in their log."""
     if manifest is None or config.islands.join:
         return Counted()
-    return Counted(manifest.step, manifest.tokens, manifest.schedule_tokens)
+    return Counted(
+        manifest.step,
+        manifest.tokens,
+        manifest.schedule_tokens,
+        ended_beginning=0 if manifest.outer is None else manifest.outer.ended_beginning,
+    )

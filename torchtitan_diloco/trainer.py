@@ -409,9 +409,7 @@ class Trainer:
             parameters=counts["total"],
             embedding_parameters=counts["embedding"],
             optimizer=OPTIMIZERS[config.optimizer.name],
-            start_step=before.steps,
-            start_tokens=before.tokens,
-            schedule_tokens=before.schedule_tokens,
+            before=before,
             reduce_dtype=config.parallel.reduce_dtype,
             activation_bytes=activation_bytes(
                 self.model,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_diloco.components.lr_schedule import lr_factor
-from torchtitan_diloco.components.run_plan import RunPlan, plan_run
+from torchtitan_diloco.components.run_plan import Counted, RunPlan, plan_run
 from torchtitan_diloco.config.parts import OPTIMIZERS
 from torchtitan_diloco.config.schema import LrSchedule, Training
 
@@ -15,11 +15,17 @@ decays = st.sampled_from(["cosine", "linear", "wsd", "constant"])
 
 
 def plan(
-    batch: int, *, before: RunPlan | None = None, step: int = 0, tokens: int = TOKENS
+    batch: int,
+    *,
+    before: RunPlan | None = None,
+    step: int = 0,
+    tokens: int = TOKENS,
+    beginning: float = 0.0,
 ) -> RunPlan:
     """Return the plan of a run with so many tokens in a step.
 
-    `before`: that up to `step`. `tokens`: 0 for a run of 100 steps.
+    `before`: that up to `step`. `tokens`: 0 for a run of 100 steps. `beginning`: its end in the
+    schedules.
     """
     return plan_run(
         Training(sequence_length=1, batch_size=batch, tokens=tokens, steps=0 if tokens else 100),
@@ -27,10 +33,15 @@ def plan(
         parameters=10,
         embedding_parameters=1,
         optimizer=OPTIMIZERS["adamw"],
-        start_step=step,
-        start_tokens=0 if before is None else before.tokens_at(step),
-        schedule_tokens=0.0 if before is None else before.schedule_tokens,
+        before=None if before is None else counted(before, step, beginning),
     )
+
+
+def counted(plan: RunPlan, step: int, beginning: float) -> Counted:
+    """Return what a run has counted up to a step, whose beginning has this place as its end."""
+    end = plan.step_at(beginning)
+    ended = end if end <= step else 0
+    return Counted(step, plan.tokens_at(step), plan.schedule_tokens, ended_beginning=ended)
 
 
 def factor(at: RunPlan, step: int, schedule: LrSchedule) -> float:
@@ -107,6 +118,22 @@ def test_a_place_in_the_schedules_is_found_again(sizes: list[int], place: float)
         assert step_here == now.total_steps or place < places[step_here + 1] + 1e-5
     for number in range(step, now.total_steps):
         assert now.step_at(places[number]) == number
+
+
+@given(batch=batches, sizes=st.lists(batches, min_size=1, max_size=4), place=st.integers(1, 40))
+def test_a_beginning_ends_once_however_often_the_run_is_resumed(
+    batch: int, sizes: list[int], place: int
+) -> None:
+    """Its end moves while it is not over, and only with the batch."""
+    now = plan(batch)
+    step = 0
+    for size in [sizes[0], *sizes]:
+        before = now
+        end = before.step_at(place)
+        step += max(1, 60 // before.tokens_per_step)
+        now = plan(size, before=before, step=step, beginning=place)
+        if end <= step or size == before.tokens_per_step:
+            assert now.step_at(place) == end
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, 0])

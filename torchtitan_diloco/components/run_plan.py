@@ -39,6 +39,16 @@ PARAMETER_BYTES = 4
 GRADIENT_BYTES = 4
 
 
+class Counted(NamedTuple):
+    """Steps and tokens of a run up to its checkpoint, from which its plan continues."""
+
+    steps: int = 0
+    tokens: int = 0
+    schedule_tokens: float = 0.0
+    ended_beginning: int = 0
+    """Last step of `diloco.beginning`, if it was over."""
+
+
 @dataclass(frozen=True)
 class RunPlan:
     parameters: int
@@ -55,6 +65,8 @@ class RunPlan:
     start_step: int = 0
     """Step that this process resumed from."""
     start_tokens: int = 0
+    ended_beginning: int = 0
+    """Last step of a beginning that was over at `start_step`."""
     ranks: int = 1
     """Ranks of all workers, also on other islands."""
     inner_bytes: float = 16
@@ -77,12 +89,15 @@ class RunPlan:
         return min(self.tokens_at(step) / self.schedule_tokens, self.schedule_steps)
 
     def step_at(self, place: float) -> int:
-        """Return the last step that has at most this place in the schedules."""
+        """Return the last step that has at most this place in the schedules.
+
+        The steps before this start may have had several sizes. A beginning ends where it has ended.
+        """
         if not self.schedule_tokens:
             return int(place)
         tokens = place * self.schedule_tokens - self.start_tokens
         if tokens < 0:
-            return min(int(place), self.start_step)
+            return self.ended_beginning or min(int(place), self.start_step)
         return self.start_step + math.floor(tokens / self.tokens_per_step + ROUNDING)
 
 
@@ -93,9 +108,7 @@ def plan_run(
     embedding_parameters: int,
     *,
     optimizer: OptimizerEntry,
-    start_step: int = 0,
-    start_tokens: int = 0,
-    schedule_tokens: float = 0.0,
+    before: Counted | None = None,
     reduce_dtype: str = "float32",
     activation_bytes: int = 0,
 ) -> RunPlan:
@@ -104,10 +117,14 @@ def plan_run(
     If the run is measured in tokens, and earlier steps had others, its schedules follow the tokens,
     in steps of the size that steps had before the first change: so none of them jumps.
 
-    `schedule_tokens`: this size, if it is not the mean up to `start_step`.
+    `before`: what the run has counted up to this start.
     """
     micro_batches = accumulation(training, ranks)
     tokens_per_step = micro_batches * ranks * training.batch_size * training.sequence_length
+    before = before or Counted()
+    start_step = before.steps
+    start_tokens = before.tokens
+    schedule_tokens = before.schedule_tokens
     tokens = training.tokens or training.tokens_per_parameter * parameters
     steps_left = max(0, math.ceil((tokens - start_tokens) / tokens_per_step))
     total_steps = training.steps or start_step + steps_left
@@ -133,6 +150,7 @@ def plan_run(
         schedule_tokens=schedule_tokens,
         start_step=start_step,
         start_tokens=start_tokens,
+        ended_beginning=before.ended_beginning,
         ranks=ranks,
         inner_bytes=PARAMETER_BYTES + GRADIENT_BYTES + optimizer.mean_state_bytes(block_share),
         reduce_dtype=reduce_dtype,
