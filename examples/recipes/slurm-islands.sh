@@ -30,11 +30,18 @@ cd "${TORCHTITAN_DILOCO:-$SLURM_SUBMIT_DIR}"
 # Slurm signals this script, which passes the signal on: the island sends its work, and leaves.
 child=""
 is_stopped=""
-trap 'is_stopped=1; if [ -n "$child" ]; then kill -TERM "$child"; fi' TERM
+pass_on() {
+    is_stopped=1
+    if [ -n "$child" ]; then
+        kill -TERM "$child" 2>/dev/null || true
+        is_stopped=""
+    fi
+}
+trap pass_on TERM
 ./run_train.sh --islands.join "$JOIN" --islands.name "$NAME" --run.folder "outputs/$SLURM_ARRAY_JOB_ID/$NAME" "$@" &
 child=$!
 if [ -n "$is_stopped" ]; then # the signal came before the child had a number
-    kill -TERM "$child"
+    pass_on
 fi
 code=0
 wait "$child" || code=$?

@@ -299,8 +299,7 @@ def test_an_island_without_steps_leaves_the_numbers_of_the_others(tmp_path: Path
     ("settings", "runs"),
     [
         (["", ""], ["run-1", "run-2"]),
-        (['[islands]\nname = "oslo"\n', ""], ["run-1", "run-1"]),
-        (['[islands]\nname = "oslo"\n', '[islands]\nname = "rome"\n'], ["run-1", "run-2"]),
+        (2 * ['[islands]\nname = "oslo"\n'], ["run-1", "run-2"]),
     ],
 )
 def test_runs_in_a_folder_are_not_one(tmp_path: Path, settings: list[str], runs: list[str]) -> None:

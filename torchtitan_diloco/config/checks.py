@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from string import whitespace
 from urllib.parse import urlsplit
 
 from torchtitan_diloco.base.settings import (
@@ -130,7 +131,7 @@ def _is_server(address: str) -> bool:
         port = parts.port
     except ValueError:  # its port is no number, or too large
         return False
-    is_place = bool(parts.hostname) and port != 0 and address.split() == [address]
+    is_place = bool(parts.hostname) and port != 0 and not {*address} & {*"?#@", *whitespace}
     return is_place and parts.scheme == "http" and address.removesuffix("/").count("/") == 2
 
 

@@ -413,12 +413,16 @@ class Term:
                 with self._lock:
                     garbage = self.machine.garbage(sorted(chunks))
                 for name in garbage:
-                    self._run.large.delete(name, chunks[name])
+                    self._delete_garbage(name, chunks[name])
                 self._run.store.tidy()
             except AwayError:
                 pass  # the store says so
-            except FullError as error:  # some file systems need room for a deletion
-                self._run.say_full(error)
+
+    def _delete_garbage(self, name: str, chunks: Sequence[str]) -> None:
+        try:
+            self._run.large.delete(name, chunks)
+        except FullError as error:  # some file systems need room for a deletion
+            self._run.say_full(error)
 
     def _list_swept(self) -> dict[str, list[str]]:
         """Return the names of all objects among which garbage is looked for, with those of their

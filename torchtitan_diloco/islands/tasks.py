@@ -53,6 +53,8 @@ LOOKS = 10
 """Number of attempts to find an object that is not visible yet."""
 LOOK_SECONDS = 0.3
 """Seconds between these attempts."""
+NOTICED_SECONDS = 5.0
+"""Seconds after which a syncer knows that it is superseded."""
 SPARE_PARTS = 8
 """Number of parts whose memory is kept for other parts."""
 SPARE_BYTES = 4096
@@ -203,6 +205,9 @@ class FragmentTasks:
             try:
                 state = self._load_objects(job, version)
             except (DamagedObjectError, MalformedError) as error:
+                # One that is superseded, whose objects the other one deletes, learns of it with its
+                # next decision, which is due each second.
+                self._sleep(NOTICED_SECONDS)
                 raise UserError(
                     f"fragment {job.fragment} of the run is damaged ({error}): put back a copy of "
                     "the store, or begin at an empty location from the newest checkpoint of an "

@@ -369,15 +369,13 @@ def _read_run(folder: Path) -> Run:
         raise no_run(folder, f"worker-0/{METRICS_FILE}")
     settings = [_read_settings(file.parents[1]) for file in files or below]
     names = [chosen.get("islands.name") for chosen in settings]
-    several = _several_runs(folder, [file.parents[1] for file in below])
-    if below and not all(names):
-        raise several
+    islands = [name for name in names if name]  # the config of an island may be lost
+    if below and (not islands or len({*islands}) < len(islands)):
+        raise _several_runs(folder, [file.parents[1] for file in below])
     workers = [
         _read_worker(file, name or file.parent.name.replace("-", " "))
         for file, name in zip(files or below, names, strict=True)
     ]
-    if below and len({worker.run_id for worker in workers if worker.run_id}) > 1:
-        raise several
     return Run(folder.name, folder, workers=workers, settings=settings[0])
 
 

@@ -235,6 +235,23 @@ def test_a_stand_by_that_looks_rarely_does_not_count_an_outage_either() -> None:
     assert not watch.look(66.0)
 
 
+def test_two_late_lists_that_are_far_apart_are_no_stray_decision() -> None:
+    watch = Watch(5, session="dead", died="dead")
+    watch.others = [3]
+    assert not watch.look(0.0)
+    watch.fields["session"] = "alive"
+    watch.number = 6
+    watch.others = [5]
+    assert not watch.look(5.0)
+    watch.fields["session"] = "dead"
+    watch.number = 9
+    watch.others = [7]
+    assert not watch.look(3600.0), "a list may be late again"
+    watch.number = 10
+    watch.others = [9]
+    assert watch.look(3601.0)
+
+
 def test_a_stand_by_leaves_a_run_alone_that_it_cannot_read() -> None:
     class Unreadable(Watch):
         content = b"of newer code"

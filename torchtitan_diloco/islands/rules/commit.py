@@ -223,7 +223,10 @@ class StandBy:
         self._read_at = now
         if self._reader.is_lower or (self.newest is None and self._reader.number is not None):
             return False  # there is a run, but it cannot be read
-        return self._has_no_leader() and self._follows_on(now)
+        if not self._has_no_leader():
+            self._stray_since = math.inf
+            return False
+        return self._follows_on(now)
 
     def _has_no_leader(self) -> bool:
         if self.newest is None or self.newest.stopped or self.newest.session == self._died:
