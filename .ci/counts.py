@@ -54,13 +54,13 @@ def classes_in(names: set[str]) -> int:
     return sum(isinstance(node, ast.ClassDef) for node in nodes)
 
 
-def rooms() -> dict[str, int]:
+def lines_by_folder() -> dict[str, int]:
     """Return the lines of each folder of the package, and of the files that lie at its root."""
     lines: dict[str, int] = {}
     for path in PACKAGE.rglob("*.py"):
         folder, *below = path.relative_to(PACKAGE).parts
-        room = folder if below else "the root"
-        lines[room] = lines.get(room, 0) + path.read_text().count("\n")
+        name = folder if below else "the root"
+        lines[name] = lines.get(name, 0) + path.read_text().count("\n")
     return dict(sorted(lines.items()))
 
 
@@ -117,7 +117,7 @@ def main() -> None:
         "process groups of a run": process_groups(),
         "settings": len(flat_settings(Config())),
         "files at the root of the package": len([*PACKAGE.glob("*.py")]),
-        **{f"lines in {room}": count for room, count in rooms().items()},
+        **{f"lines in {name}": count for name, count in lines_by_folder().items()},
         **density(),
     }
     if "--trips" in sys.argv[1:]:

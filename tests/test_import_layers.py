@@ -58,9 +58,9 @@ MAY_IMPORT = {
         "course",
     },
 }
-"""What each room may import beside itself. Those below import what stands above them."""
+"""What each layer may import beside itself. Those below import what stands above them."""
 ABOVE = ("trainer", "launching", "machines", "train", "cli", "__main__")
-"""Rooms and files that may import all of `MAY_IMPORT`, and those of this list before them."""
+"""Layers and files that may import all of `MAY_IMPORT`, and those of this list before them."""
 PICKLING = {
     "all_gather_object",
     "broadcast_object_list",
@@ -92,25 +92,25 @@ def imported_modules(parsed: ast.Module) -> set[str]:
     return modules
 
 
-def room_of(path: Path) -> str:
-    """Return the room of a file: the innermost one that has a line of its own."""
+def layer_of(path: Path) -> str:
+    """Return the layer of a file: the innermost one that has a line of its own."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
-    rooms = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((room for room in rooms if room in MAY_IMPORT), parts[0])
+    layers = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((layer for layer in layers if layer in MAY_IMPORT), parts[0])
 
 
-def allowed_for(room: str) -> set[str]:
-    if room in MAY_IMPORT:
-        return {room, "__version__", *MAY_IMPORT[room]}
-    if room == "__init__":
+def allowed_for(layer: str) -> set[str]:
+    if layer in MAY_IMPORT:
+        return {layer, "__version__", *MAY_IMPORT[layer]}
+    if layer == "__init__":
         return set()
-    return {"__version__", *MAY_IMPORT, *ABOVE[: ABOVE.index(room) + 1]}
+    return {"__version__", *MAY_IMPORT, *ABOVE[: ABOVE.index(layer) + 1]}
 
 
 def test_imports_follow_the_layers() -> None:
     wrong = []
     for path in FILES:
-        allowed = allowed_for(room_of(path))
+        allowed = allowed_for(layer_of(path))
         for module in imported_modules(tree(path)):
             assert not module.startswith("."), "imports are absolute"
             name = module.removeprefix("torchtitan_diloco.")
