@@ -33,7 +33,7 @@ from benchmarks.network import INTERFACE
 from benchmarks.workers import BEGIN, Job, Run
 from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.diagnosis.kinds import WORDS
-from torchtitan_diloco.diloco.vitals import ALL
+from torchtitan_diloco.diloco.vitals import ALL_WORKERS
 
 STEP_SECONDS = 0.06
 MOST_SECONDS = 75.0
@@ -145,9 +145,9 @@ ISLANDS = {
 }
 """Longer delays, as the syncer looks for parts, and islands for versions, ten times a second."""
 JOB_RATE = 60.0
-"""Of each link of a job, in Mbit/s."""
+"""Rate of each link of a job, in Mbit/s."""
 ISLANDS_RATE = 20.0
-"""Of each link of islands, in Mbit/s."""
+"""Rate of each link of islands, in Mbit/s."""
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def verdicts_in(text: str) -> list[tuple[str, str]]:
         for pattern, kind in SAID.items():
             if match := pattern.search(line):
                 culprit = re.sub(r"^(?=\d)|worker-", "worker ", match["culprit"])
-                verdicts.append((kind, ALL if culprit == "all workers" else culprit))
+                verdicts.append((kind, ALL_WORKERS if culprit == "all workers" else culprit))
                 break
     return list(dict.fromkeys(verdicts))
 

@@ -58,7 +58,7 @@ MAY_IMPORT = {
         "course",
     },
 }
-"""What each layer may import beside itself. Those below import what stands above them."""
+"""Maps each layer to what it may import beside itself: layers that stand above it."""
 ABOVE = ("trainer", "launching", "machines", "train", "cli", "__main__")
 """Layers and files that may import all of `MAY_IMPORT`, and those of this list before them."""
 PICKLING = {

@@ -16,7 +16,7 @@ import pytest
 
 from torchtitan_diloco.diagnosis.kinds import Verdict
 from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, SETTLED, Judge, Observation
-from torchtitan_diloco.diloco.vitals import Kind, Report, Vitals
+from torchtitan_diloco.diloco.vitals import Report, VerdictKind, Vitals
 
 HISTORIES = sorted(Path(__file__).parent.glob("histories/*.jsonl"))
 MOST_SECONDS = 16.0
@@ -81,7 +81,7 @@ def test_a_verdict_comes_in_time(path: Path) -> None:
     found = replay(path)
     for verdict, rounds, seconds in found.verdicts[:1]:
         # Before the judge was told.
-        waited = verdict.cause.kind in (Kind.STOPPED, Kind.HUNG, Kind.STUCK)
+        waited = verdict.cause.kind in (VerdictKind.STOPPED, VerdictKind.HUNG, VerdictKind.STUCK)
         assert rounds >= (1 if waited else IN_A_ROW), "no verdict before the fault"
         settled = 0.0 if waited else SETTLED.get(verdict.cause.kind, 0.0)
         assert settled <= seconds + 0.5 <= MOST_SECONDS + 0.5

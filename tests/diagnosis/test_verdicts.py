@@ -20,7 +20,7 @@ from torchtitan_diloco.diagnosis.verdicts import (
     Observation,
 )
 from torchtitan_diloco.diloco.flags import NOT_FINITE
-from torchtitan_diloco.diloco.vitals import ALL, Kind, Report, Vitals
+from torchtitan_diloco.diloco.vitals import ALL_WORKERS, Report, VerdictKind, Vitals
 
 CYCLE = 5.0
 ROUND = 6.0
@@ -76,12 +76,16 @@ def test_a_clean_run_has_no_verdict(workers: int, rng: random.Random, noise: flo
     st.integers(2, 6),
     SEEDED,
     st.sampled_from(
-        [("compute", 0.15, Kind.COMPUTE), ("data", 0.2, Kind.DATA), ("save", 0.2, Kind.SAVE)]
+        [
+            ("compute", 0.15, VerdictKind.COMPUTE),
+            ("data", 0.2, VerdictKind.DATA),
+            ("save", 0.2, VerdictKind.SAVE),
+        ]
     ),
     st.floats(1.0, 6.0),
 )
 def test_a_slow_worker_is_named_after_two_rounds_until_it_is_well(
-    workers: int, rng: random.Random, fault: tuple[str, float, Kind], factor: float
+    workers: int, rng: random.Random, fault: tuple[str, float, VerdictKind], factor: float
 ) -> None:
     """At least 1.3 times as slow, which is 0.15 s of 0.5."""
     field, extra, kind = fault
@@ -111,7 +115,7 @@ def test_who_says_nothing_is_not_judged_by_what_it_said() -> None:
     said = said._replace(download=0.5)
     waits = [[said, said, slow], *([said, said, one] for _, _, one in waits)]
     found = [one.cause for one in judged(Judge(), waits)]
-    assert found == [Cause(Kind.RECEIVING, "worker 2")], "it waits for its downloads"
+    assert found == [Cause(VerdictKind.RECEIVING, "worker 2")], "it waits for its downloads"
 
 
 def test_slowness_within_the_noise_is_named_once_it_lasts() -> None:
@@ -120,7 +124,7 @@ def test_slowness_within_the_noise_is_named_once_it_lasts() -> None:
         return [[Vitals(0.5), Vitals(0.5), Vitals(one)] for one in noisy]
 
     judge = Judge()
-    cause = Cause(Kind.COMPUTE, "worker 2")
+    cause = Cause(VerdictKind.COMPUTE, "worker 2")
     assert judged(judge, rounds(0.0)) == []
     (verdict,) = judged(judge, rounds(0.1), first=2 * LASTING)
     assert verdict.cause == cause
@@ -136,12 +140,12 @@ def test_a_slow_link_is_told_from_a_slow_side(
     victim = rng.randrange(workers)
     other = (victim + 1) % workers
     faults: dict[Cause, Callable[[int, int], float]] = {
-        Cause(Kind.LINK, f"worker {victim} -> worker {other}"): lambda a, b: (
+        Cause(VerdictKind.LINK, f"worker {victim} -> worker {other}"): lambda a, b: (
             # Acknowledgements of the other direction wait, too.
             {(victim, other): factor, (other, victim): factor / 2}.get((a, b), 1.0)
         ),
-        Cause(Kind.SENDING, f"worker {victim}"): lambda a, _: factor if a == victim else 1.0,
-        Cause(Kind.RECEIVING, f"worker {victim}"): lambda a, b: (
+        Cause(VerdictKind.SENDING, f"worker {victim}"): lambda a, _: factor if a == victim else 1.0,
+        Cause(VerdictKind.RECEIVING, f"worker {victim}"): lambda a, b: (
             factor * (1.5 if a == other else 1.0) if b == victim else 1.0  # not shared evenly
         ),
     }
@@ -171,8 +175,11 @@ def test_a_worker_that_is_slow_in_both_directions_is_the_only_one_named(
 
     assert judged(judge, history(lambda *_: 1.0, rng.choice([0, 10]))) == []
     found = {one.cause for one in judged(judge, history(slow, 8), first=10)}
-    named = {Cause(Kind.SENDING, f"worker {victim}"), Cause(Kind.RECEIVING, f"worker {victim}")}
-    assert found == named if is_even else found == {Cause(Kind.SENDING, f"worker {victim}")}
+    named = {
+        Cause(VerdictKind.SENDING, f"worker {victim}"),
+        Cause(VerdictKind.RECEIVING, f"worker {victim}"),
+    }
+    assert found == named if is_even else found == {Cause(VerdictKind.SENDING, f"worker {victim}")}
 
 
 @given(st.integers(3, 6), SEEDED, st.floats(2.5, 10.0), st.floats(2.0, 3.0), st.booleans())
@@ -196,7 +203,9 @@ def test_no_path_is_named_if_two_share_a_slow_link_unevenly(
         one.cause for one in judged(judge, [with_links(clean(workers, rng), one) for one in links])
     }
     assert found
-    assert found <= {Cause(kind, f"worker {victim}") for kind in (Kind.SENDING, Kind.RECEIVING)}
+    assert found <= {
+        Cause(kind, f"worker {victim}") for kind in (VerdictKind.SENDING, VerdictKind.RECEIVING)
+    }
 
 
 @given(st.integers(4, 6), SEEDED, st.floats(2.5, 10.0), st.integers(0, 1))
@@ -209,7 +218,7 @@ def test_two_slow_workers_of_four_are_named_and_no_other(
         for _ in range(8)
     ]
     found = judged(Judge(), [with_links(clean(workers, rng), one) for one in links])
-    kind = (Kind.SENDING, Kind.RECEIVING)[end]
+    kind = (VerdictKind.SENDING, VerdictKind.RECEIVING)[end]
     assert {one.cause for one in found} == {Cause(kind, f"worker {one}") for one in victims}
 
 
@@ -226,18 +235,18 @@ def test_what_is_not_known_of_a_transfer_is_no_short_time() -> None:
         seen = {f"worker {one}": Report(vitals) for one, vitals in enumerate(said)}
         seen["worker 0"] = Report(absent="stopped")
         judge.hear(Observation(seen, step, step * ROUND, CYCLE))
-    causes = {Cause(Kind.STOPPED, "worker 0"), Cause(Kind.SENDING, "worker 1")}
+    causes = {Cause(VerdictKind.STOPPED, "worker 0"), Cause(VerdictKind.SENDING, "worker 1")}
     assert judge.verdicts.keys() == causes
 
 
 @given(
     st.integers(2, 6),
     SEEDED,
-    st.sampled_from([("upload", Kind.SENDING), ("download", Kind.RECEIVING)]),
+    st.sampled_from([("upload", VerdictKind.SENDING), ("download", VerdictKind.RECEIVING)]),
     st.floats(2.0, 10.0),
 )
 def test_a_slow_link_to_the_store_is_named_by_its_direction(
-    workers: int, rng: random.Random, fault: tuple[str, Kind], factor: float
+    workers: int, rng: random.Random, fault: tuple[str, VerdictKind], factor: float
 ) -> None:
     """Transfers that share the link of the store at times take twice as long, and are no fault."""
     field, kind = fault
@@ -269,7 +278,7 @@ def test_rounds_that_follow_each_other_fast_are_not_enough() -> None:
     times = [0.1 * number for number in range(49)]
     assert not any(judge.hear(Observation(slow, 1, now, CYCLE)) for now in times)
     [found] = judge.hear(Observation(slow, 1, 5.0, CYCLE))
-    assert found.cause == Cause(Kind.COMPUTE, "b")
+    assert found.cause == Cause(VerdictKind.COMPUTE, "b")
     well = {"a": Report(Vitals(0.5)), "b": Report(Vitals(0.5))}
     assert not any(judge.hear(Observation(well, 2, 5.1 + now, CYCLE)) for now in times[:-1])
     [found] = judge.hear(Observation(well, 2, 10.1, CYCLE))
@@ -286,7 +295,9 @@ def test_who_is_late_is_not_blamed_for_its_links() -> None:
         said = with_links(clean(3, rng), slow)
         said[1] = said[1]._replace(compute=1.0)
         history.append(said)
-    assert [one.cause for one in judged(Judge(), history)] == [Cause(Kind.COMPUTE, "worker 1")]
+    assert [one.cause for one in judged(Judge(), history)] == [
+        Cause(VerdictKind.COMPUTE, "worker 1")
+    ]
 
 
 def test_of_two_workers_the_slow_direction_is_named() -> None:
@@ -297,14 +308,14 @@ def test_of_two_workers_the_slow_direction_is_named() -> None:
         for _ in range(3)
     ]
     [found] = judged(judge, slow)
-    assert found.cause == Cause(Kind.LINK, "worker 1 -> worker 0")
+    assert found.cause == Cause(VerdictKind.LINK, "worker 1 -> worker 0")
     assert "cannot be told which side" in str(found)
     usual = [with_links(clean(2, rng), links_of(2, rng, lambda *_: 1.0)) for _ in range(10)]
     judge = Judge()
     judged(judge, usual)
     both = [with_links(clean(2, rng), links_of(2, rng, lambda *_: 4.0)) for _ in range(3)]
     [found] = judged(judge, both)
-    assert found.cause == Cause(Kind.LINK, "worker 0 - worker 1")
+    assert found.cause == Cause(VerdictKind.LINK, "worker 0 - worker 1")
 
 
 @given(st.integers(2, 5), st.floats(1.6, 5.0), SEEDED)
@@ -317,7 +328,9 @@ def test_if_everybody_is_slow_nobody_is_named(
         [one._replace(compute=one.compute * factor) for one in clean(workers, rng)]
         for _ in range(5)
     ]
-    assert [one.cause for one in judged(judge, slow, first=10)] == [Cause(Kind.EVERYBODY, "all")]
+    assert [one.cause for one in judged(judge, slow, first=10)] == [
+        Cause(VerdictKind.EVERYBODY, "all")
+    ]
 
 
 @given(st.integers(2, 4), st.lists(st.lists(st.booleans(), min_size=4, max_size=4), max_size=40))
@@ -341,12 +354,12 @@ def test_verdicts_begin_and_end_in_turns_and_never_flap(
 def test_wrong_numbers_and_absence_are_named() -> None:
     said = [Vitals(0.5), Vitals(0.5)]
     [found] = judged(Judge(), [said, said], flags=NOT_FINITE)
-    assert found.cause == Cause(Kind.NUMBERS, "worker 0")
+    assert found.cause == Cause(VerdictKind.NUMBERS, "worker 0")
     judge = Judge()
     seen = {"a": Report(Vitals(0.5)), "b": Report(Vitals(9.0), absent="stopped")}
     assert judge.hear(Observation(seen, 1, 0.0, CYCLE)) == []
     [found] = judge.hear(Observation(seen, 2, 0.1, CYCLE))
-    assert found.cause == Cause(Kind.STOPPED, "b")
+    assert found.cause == Cause(VerdictKind.STOPPED, "b")
     assert str(found) == (
         "b has not taken part since step 1. Check that its processes and its machine are running."
     )
@@ -356,14 +369,17 @@ def test_while_training_waits_only_absence_counts_at_once() -> None:
     judge = Judge()
     slow = [[Vitals(0.5), Vitals(2.0)]] * 2
     [found] = judged(judge, slow)
-    assert found.cause == Cause(Kind.COMPUTE, "worker 1")
+    assert found.cause == Cause(VerdictKind.COMPUTE, "worker 1")
     waits = {"worker 0": Report(flags=NOT_FINITE), "worker 1": Report(absent="stopped")}
     [found] = judge.hear(Observation(waits, 3, 20.0))
-    assert found.cause == Cause(Kind.STOPPED, "worker 1")
+    assert found.cause == Cause(VerdictKind.STOPPED, "worker 1")
     assert judge.hear(Observation({}, 3, 99.0)) == [], "nothing ends"
     well = [[Vitals(0.5), Vitals(0.5)]] * IN_A_ROW
     over = judged(judge, well, first=20)
-    assert {verdict.cause.kind for verdict in over if verdict.over} == {Kind.STOPPED, Kind.COMPUTE}
+    assert {verdict.cause.kind for verdict in over if verdict.over} == {
+        VerdictKind.STOPPED,
+        VerdictKind.COMPUTE,
+    }
 
 
 def test_the_numbers_of_who_is_absent_are_not_judged() -> None:
@@ -371,15 +387,17 @@ def test_the_numbers_of_who_is_absent_are_not_judged() -> None:
     judge = Judge()
     for step in range(IN_A_ROW):
         judge.hear(Observation({"a": Report(), "b": gone}, step, step * ROUND, CYCLE))
-    assert list(judge.verdicts) == [Cause(Kind.STOPPED, "b")]
+    assert list(judge.verdicts) == [Cause(VerdictKind.STOPPED, "b")]
 
 
-@pytest.mark.parametrize("kind", Kind)
-@pytest.mark.parametrize("culprit", ["worker 1", ALL])
-def test_each_verdict_is_a_sentence_and_says_what_to_do(kind: Kind, culprit: str) -> None:
+@pytest.mark.parametrize("kind", VerdictKind)
+@pytest.mark.parametrize("culprit", ["worker 1", ALL_WORKERS])
+def test_each_verdict_is_a_sentence_and_says_what_to_do(kind: VerdictKind, culprit: str) -> None:
     verdict = Verdict(Cause(kind, culprit), "0.2 s per step", since=7)
-    subject = "all workers have" if culprit == ALL else "worker 1 has"
-    subject = f"the link {subject}" if kind is Kind.LINK and culprit != ALL else subject
+    subject = "all workers have" if culprit == ALL_WORKERS else "worker 1 has"
+    subject = (
+        f"the link {subject}" if kind is VerdictKind.LINK and culprit != ALL_WORKERS else subject
+    )
     begins = f"{subject} {WORDS[kind].has} since step 7: 0.2 s per step. {WORDS[kind].remedy}"
     assert str(verdict) == begins
     assert str(verdict).endswith(".")
@@ -429,7 +447,9 @@ def test_on_a_busy_machine_only_its_cores_are_named_and_once(
             said[one] = queued(said[one], share * rng.uniform(0.9, 1.1))
         busy.append(said)
     (found,) = judged(judge, busy, first=12)
-    assert found.cause == Cause(Kind.LOAD, ALL if all_are_short else f"worker {short[0]}")
+    assert found.cause == Cause(
+        VerdictKind.LOAD, ALL_WORKERS if all_are_short else f"worker {short[0]}"
+    )
     assert "s per step were spent waiting for one" in found.evidence
     (over,) = judged(judge, calm, first=24)
     assert (over.cause, over.over) == (found.cause, True)
@@ -440,13 +460,13 @@ def test_workers_that_share_their_cores_only_with_each_other_are_judged(
     rng: random.Random, share: float
 ) -> None:
     """As two that train on two cores, with links that slow one of them down."""
-    for kind, factor in (Kind.SENDING, 4.0), (Kind.COMPUTE, 1.0):
+    for kind, factor in (VerdictKind.SENDING, 4.0), (VerdictKind.COMPUTE, 1.0):
         histories = list[list[Vitals]]()
         uplinks = {1: factor}
         for _ in range(6):
             links = links_of(3, rng, lambda sender, _: uplinks.get(sender, 1.0))  # noqa: B023
             said = [queued(one, share) for one in with_links(clean(3, rng), links)]
-            if kind is Kind.COMPUTE:
+            if kind is VerdictKind.COMPUTE:
                 said[1] = said[1]._replace(compute=2 * said[1].compute)
             histories.append(said)
         assert [one.cause for one in judged(Judge(), histories)] == [Cause(kind, "worker 1")]
@@ -456,8 +476,8 @@ def test_a_verdict_stands_while_it_cannot_be_judged() -> None:
     judge = Judge()
     sick = [Vitals(0.5), Vitals(1.0)]
     well = [Vitals(0.5), Vitals(0.5)]
-    slow = Cause(Kind.COMPUTE, "worker 1")
-    busy = Cause(Kind.LOAD, "worker 1")
+    slow = Cause(VerdictKind.COMPUTE, "worker 1")
+    busy = Cause(VerdictKind.LOAD, "worker 1")
     assert [one.cause for one in judged(judge, [sick] * 3)] == [slow]
     said = [well[0], queued(well[1], 0.6)]
     assert [one.cause for one in judged(judge, [said] * 4, first=3)] == [busy]
@@ -469,5 +489,5 @@ def test_a_verdict_stands_while_it_cannot_be_judged() -> None:
 
 def test_the_loopback_is_no_link() -> None:
     slow = [with_links([Vitals(0.5)] * 2, {(0, 1): 4.0, (1, 0): 0.5})] * 4
-    assert [one.cause.kind for one in judged(Judge(), slow)] == [Kind.LINK]
+    assert [one.cause.kind for one in judged(Judge(), slow)] == [VerdictKind.LINK]
     assert judged(Judge(has_links=False), slow) == []

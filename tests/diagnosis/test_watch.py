@@ -28,7 +28,7 @@ from torchtitan_diloco.diloco import Link, liveness, reports
 from torchtitan_diloco.diloco.flags import NOT_FINITE
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.diloco.vitals import Action, Kind, Report, Vitals
+from torchtitan_diloco.diloco.vitals import Action, Report, VerdictKind, Vitals
 from torchtitan_diloco.islands import IslandFencedError
 from torchtitan_diloco.launching import rank as rank_module
 from torchtitan_diloco.trainer import Trainer
@@ -71,7 +71,9 @@ def test_a_worker_that_is_slow_and_one_that_pauses_are_recorded_until_they_are_w
         assert (begun["over"], over["over"]) == (False, True)
         assert 20 <= begun["since"] <= begun["step"] < 50 < over["step"]
         assert begun["evidence"] == "0.1 s per step (the other worker: 0.02 s)"
-        late = [one for one in found if one["what"] == Kind.HUNG and 70 <= one["since"] <= 78]
+        late = [
+            one for one in found if one["what"] == VerdictKind.HUNG and 70 <= one["since"] <= 78
+        ]
         assert worker or [one["over"] for one in late] == [False, True]
         expected = (
             r"its header has not arrived for \d s, "
@@ -103,7 +105,7 @@ def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
     with patch.object(outer.peers.reports, "latest", lambda: said):
         for step in range(3):
             diagnosis.after_step(step)
-    stuck = Report(absent=Kind.STUCK, evidence="of its payload nothing for 12 s")
+    stuck = Report(absent=VerdictKind.STUCK, evidence="of its payload nothing for 12 s")
     diagnosis.missing({"worker 2": stuck})
     with pytest.raises(WorkerLostError) as error, diagnosis:
         raise WorkerLostError([1], "connection closed")
@@ -133,13 +135,15 @@ def test_an_error_that_names_its_cause_has_no_hint_about_cores(
     assert note.startswith("b has sent wrong numbers")
 
 
-@pytest.mark.parametrize("absent", [Kind.STOPPED, Kind.HUNG, Kind.STUCK, Kind.NO_ROOM])
+@pytest.mark.parametrize(
+    "absent", [VerdictKind.STOPPED, VerdictKind.HUNG, VerdictKind.STUCK, VerdictKind.NO_ROOM]
+)
 def test_other_workers_name_the_first_one_if_it_is_missing(
     absent: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, diagnosis, _ = watching(is_first=False)
     diagnosis.missing({"worker 0": Report(absent=absent, evidence="nothing came for 12 s")})
-    has = WORDS[Kind(absent)].has
+    has = WORDS[VerdictKind(absent)].has
     assert caplog.messages[0].startswith(f"worker 0 has {has} since step 0: nothing came for 12 s")
 
 
@@ -217,7 +221,9 @@ def test_on_a_busy_machine_the_cores_are_named_once_and_no_settings_are_proposed
     (line,) = caplog.messages
     assert line.startswith("worker 0 has been short of CPU cores since step 0: 0.2 of 0.25 s per")
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
-    assert [call.args[0].what for call in telemetry.files.write.call_args_list] == [Kind.LOAD]
+    assert [call.args[0].what for call in telemetry.files.write.call_args_list] == [
+        VerdictKind.LOAD
+    ]
     calm = {"worker 0": Report(Vitals(0.25, queued=0.01, transfers=transfers))}
     with patch.object(outer.peers.reports, "latest", lambda: calm):
         for step in range(60, 120):

@@ -31,7 +31,7 @@ from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.liveness import Answer, Liveness
 from torchtitan_diloco.diloco.reports import GlooReports, why_absent
 from torchtitan_diloco.diloco.transport import Header, check_headers
-from torchtitan_diloco.diloco.vitals import Kind, absence
+from torchtitan_diloco.diloco.vitals import VerdictKind, absence
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import WORKER
 
@@ -280,12 +280,12 @@ def _until_said(lines: Lines, what: str, group: dist.ProcessGroup | None) -> Non
 @pytest.mark.parametrize(
     ("of_worker", "stops", "values", "reason"),
     [
-        ({0: NO_STEP, 2: NO_STEP}, "step", 100, Kind.HUNG),
-        ({0: NO_ANSWER, 2: NO_ANSWER}, "all", 100, Kind.STOPPED),
+        ({0: NO_STEP, 2: NO_STEP}, "step", 100, VerdictKind.HUNG),
+        ({0: NO_ANSWER, 2: NO_ANSWER}, "all", 100, VerdictKind.STOPPED),
         # The delta is smaller than a slice. So only worker 0 needs it, and worker 2 waits for 0.
-        ({0: NO_PAYLOAD, 2: NO_MEAN}, "_send", 100, Kind.STUCK),
+        ({0: NO_PAYLOAD, 2: NO_MEAN}, "_send", 100, VerdictKind.STUCK),
         # A link may begin to lose large packets between the two hops of an exchange.
-        ({0: LAST_MEAN, 2: LAST_MEAN}, "_send_mean", 6000, Kind.STUCK),
+        ({0: LAST_MEAN, 2: LAST_MEAN}, "_send_mean", 6000, VerdictKind.STUCK),
     ],
 )
 def test_a_worker_that_others_wait_for_is_named(
@@ -342,14 +342,17 @@ def test_a_step_that_may_compile_does_not_hang() -> None:
         assert bool(absent(Answer(5, seconds, waits=False), usual)) == hangs
     for steps, usual in (2, 0.0), (0, 0.1):
         assert not absent(Answer(steps, 59.0, waits=False), usual)
-        assert absent(Answer(steps, 60.0, waits=False), usual) == Kind.HUNG
+        assert absent(Answer(steps, 60.0, waits=False), usual) == VerdictKind.HUNG
 
 
 def test_why_a_worker_is_absent() -> None:
-    assert absence(answers=False, is_stuck=True) == Kind.STOPPED
-    assert absence(answers=True, is_stuck=True) == Kind.STUCK
-    assert absence(answers=True, still=9.0, longest=8.0, is_stuck=True) == Kind.HUNG
-    assert absence(answers=True, still=9.0, longest=8.0, may_wait=True, is_stuck=True) == Kind.STUCK
+    assert absence(answers=False, is_stuck=True) == VerdictKind.STOPPED
+    assert absence(answers=True, is_stuck=True) == VerdictKind.STUCK
+    assert absence(answers=True, still=9.0, longest=8.0, is_stuck=True) == VerdictKind.HUNG
+    assert (
+        absence(answers=True, still=9.0, longest=8.0, may_wait=True, is_stuck=True)
+        == VerdictKind.STUCK
+    )
     assert absence(answers=True, still=7.0, longest=8.0) == ""
 
 

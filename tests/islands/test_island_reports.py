@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 from torchtitan_diloco.diagnosis.verdicts import Judge, Observation
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
 from torchtitan_diloco.diloco.reports import STILL_SECONDS
-from torchtitan_diloco.diloco.vitals import ALL, Action, Kind, Vitals
+from torchtitan_diloco.diloco.vitals import ALL_WORKERS, Action, VerdictKind, Vitals
 from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.islands.gauges import Gauges
 from torchtitan_diloco.islands.island_reports import (
@@ -67,7 +67,7 @@ def judged(run: WrittenRun, judge: Judge, count: int, **fields: notes.NotedVital
 
 
 def test_each_kind_of_verdict_has_a_code() -> None:
-    assert sorted(KINDS) == sorted(Kind)
+    assert sorted(KINDS) == sorted(VerdictKind)
     codes = [code_of([f"a: {kind}"], "a") for kind in KINDS]
     assert codes == list(range(1, len(KINDS) + 1))
     assert [kind_of(code) for code in codes] == list(KINDS)
@@ -80,8 +80,8 @@ def test_each_kind_of_verdict_has_a_code() -> None:
         ([], ""),
         (["b: stopped"], ""),
         (["a: slow compute", "b: stopped"], "slow compute"),
-        (["a: slow sending", "a: hung in communication"], Kind.STUCK),
-        ([f"{ALL}: everybody slow"], "everybody slow"),
+        (["a: slow sending", "a: hung in communication"], VerdictKind.STUCK),
+        ([f"{ALL_WORKERS}: everybody slow"], "everybody slow"),
         (["a: some other text", "nonsense"], ""),
     ],
 )
@@ -158,22 +158,22 @@ def test_absent_islands_are_named_on_one_clock() -> None:
         run.note(B, step=20)
         run.pass_time(1.0)
     report = reports_of(run.state)["b"]
-    assert report.absent == Kind.HUNG
+    assert report.absent == VerdictKind.HUNG
     assert report.evidence.startswith("its last step, 20, was 1")
     assert report.vitals == Vitals(), "those of old steps do not count"
     run.pass_time(10.0, listens=False)
-    assert reports_of(run.state)["b"].absent == Kind.HUNG, "the syncer could not listen"
+    assert reports_of(run.state)["b"].absent == VerdictKind.HUNG, "the syncer could not listen"
     for _ in range(6):
         run.train(A)
         run.pass_time(1.0)
-    assert reports_of(run.state)["b"].absent == Kind.STOPPED
+    assert reports_of(run.state)["b"].absent == VerdictKind.STOPPED
     assert reports_of(run.state)["a"].absent == ""
-    run.train(B, says=code_of([f"b: {Kind.STUCK}"], "b"))
+    run.train(B, says=code_of([f"b: {VerdictKind.STUCK}"], "b"))
     run.pass_time(0.3)
-    assert reports_of(run.state)["b"].absent == Kind.STUCK
-    run.train(B, says=code_of([f"b: {Kind.NO_ROOM}"], "b"))
+    assert reports_of(run.state)["b"].absent == VerdictKind.STUCK
+    run.train(B, says=code_of([f"b: {VerdictKind.NO_ROOM}"], "b"))
     run.pass_time(1.0)
-    assert reports_of(run.state)["b"].absent == Kind.NO_ROOM
+    assert reports_of(run.state)["b"].absent == VerdictKind.NO_ROOM
 
 
 @pytest.mark.parametrize("reason", ["is_idle", "compiles", "waits"])

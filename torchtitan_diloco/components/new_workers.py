@@ -1,4 +1,4 @@
-"""What workers get that have no checkpoint of the step that the others go on from."""
+"""Give state to workers that have no checkpoint of the step that the others go on from."""
 
 from collections.abc import Mapping, Sequence
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchtitan_diloco.diloco.vitals import ALL, Kind
+from torchtitan_diloco.diloco.vitals import ALL_WORKERS, VerdictKind
 
 
 class Words(NamedTuple):
@@ -15,65 +15,65 @@ class Words(NamedTuple):
 
 
 WORDS = {
-    Kind.STOPPED: Words(
+    VerdictKind.STOPPED: Words(
         "not taken part", "absent", "Check that its processes and its machine are running."
     ),
-    Kind.HUNG: Words(
+    VerdictKind.HUNG: Words(
         "made no step",
         "hung",
         "The stacks of its threads are in its folder. Restart it if it does not go on.",
     ),
-    Kind.STUCK: Words(
+    VerdictKind.STUCK: Words(
         "hung in communication",
         "hung",
         "Check this path: it may lose packets, perhaps only large ones (its MTU).",
     ),
-    Kind.NO_ROOM: Words(
+    VerdictKind.NO_ROOM: Words(
         "had no room in the store",
         "without room in the store",
         "Free space there, or raise the quota of its login. Until then, it trains on, and nothing "
         "of it is merged.",
     ),
-    Kind.LOAD: Words(
+    VerdictKind.LOAD: Words(
         "been short of CPU cores",
         "short of CPU cores",
         "Stop other programs there, or start fewer threads (OMP_NUM_THREADS). Until then, "
         "speeds and links are not judged.",
     ),
-    Kind.COMPUTE: Words(
+    VerdictKind.COMPUTE: Words(
         "computed slowly",
         "slow",
         "Check its clock speed, temperature and other processes, or lower its batch size.",
     ),
-    Kind.DATA: Words(
+    VerdictKind.DATA: Words(
         "waited long for data",
         "slow",
         "Raise data.prefetch there, or move its data to a faster disk.",
     ),
-    Kind.SAVE: Words(
+    VerdictKind.SAVE: Words(
         "spent long on checkpoints",
         "slow",
         "Check the disk of its run.folder, or save less often.",
     ),
-    Kind.LINK: Words(
+    VerdictKind.LINK: Words(
         "been slow",
         "slow",
         "Measure this path with `doctor`, raise H or tau, or send fewer bits.",
     ),
-    Kind.SENDING: Words(
+    VerdictKind.SENDING: Words(
         "sent slowly",
         "slow",
         "Measure its uplink with `doctor`, raise H or tau, or send fewer bits.",
     ),
-    Kind.RECEIVING: Words(
+    VerdictKind.RECEIVING: Words(
         "received slowly", "slow", "Measure its downlink with `doctor`, or raise H or tau."
     ),
-    Kind.NUMBERS: Words(
+    VerdictKind.NUMBERS: Words(
         "sent wrong numbers",
         "wrong",
         "Its work is left out. Lower its learning rate, or test its memory.",
     ),
-    Kind.EVERYBODY: Words(
+    VerdictKind.EVERYBODY: Words(
         "become slower",
         "slower",
         "Check what all share: storage, power, cooling, a larger batch.",
@@ -98,9 +98,9 @@ PLURAL = Grammar(subject="all workers", pronoun="they", has="have", is_="are", w
 
 
 class Cause(NamedTuple):
-    kind: Kind
+    kind: VerdictKind
     culprit: str
-    """A worker, a link, or `ALL`."""
+    """A worker, a link, or `ALL_WORKERS`."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class Verdict:
     def __str__(self) -> str:
         kind, culprit = self.cause
         words = WORDS[kind]
-        grammar = PLURAL if culprit == ALL else SINGULAR
-        name = f"the link {culprit}" if kind is Kind.LINK else culprit
+        grammar = PLURAL if culprit == ALL_WORKERS else SINGULAR
+        name = f"the link {culprit}" if kind is VerdictKind.LINK else culprit
         subject = grammar.subject.format(name)
         if self.over:
             before = f"{grammar.pronoun} {grammar.was} {words.was} from step {self.since}"

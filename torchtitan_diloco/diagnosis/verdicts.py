@@ -25,7 +25,7 @@ from typing import NamedTuple
 from torchtitan_diloco.base.hardware import SHORT_OF_CORES
 from torchtitan_diloco.diagnosis.kinds import Cause, Verdict
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.vitals import ALL, Kind, Report, Vitals
+from torchtitan_diloco.diloco.vitals import ALL_WORKERS, Report, VerdictKind, Vitals
 
 FLOOR = 0.1
 """A share of the time of a step, or of a cycle, that is worth a verdict."""
@@ -53,10 +53,12 @@ FEWEST = 8
 """Rounds after which it is known what is usual."""
 
 
-STEPS = {Kind.COMPUTE: "compute", Kind.DATA: "data", Kind.SAVE: "save"}
+STEPS = {VerdictKind.COMPUTE: "compute", VerdictKind.DATA: "data", VerdictKind.SAVE: "save"}
 """Slowness in a part of a step, with its field in the vitals."""
-SETTLED = dict.fromkeys((*STEPS, Kind.LOAD, Kind.LINK, Kind.SENDING, Kind.RECEIVING), 5.0)
-SETTLED[Kind.EVERYBODY] = 10.0
+SETTLED = dict.fromkeys(
+    (*STEPS, VerdictKind.LOAD, VerdictKind.LINK, VerdictKind.SENDING, VerdictKind.RECEIVING), 5.0
+)
+SETTLED[VerdictKind.EVERYBODY] = 10.0
 """Seconds for which it also has to last, as two rounds of a small model are soon over."""
 LINK_ENDS = re.compile(" -> | - ")
 Path = tuple[str, str]
@@ -162,7 +164,7 @@ class Judge:
         present = {name: report for name, report in reports.items() if not report.absent}
         yield from wrong_numbers(present)
         present_vitals = {name: report.vitals for name, report in present.items()}
-        named = {culprit for kind, culprit in self.verdicts if kind is Kind.LOAD}
+        named = {culprit for kind, culprit in self.verdicts if kind is VerdictKind.LOAD}
         yield from short_of_cores(present_vitals, named)
         judged = without_short_of_cores(list(reports), present_vitals)
         self._short = present_vitals.keys() - judged.keys()
@@ -180,9 +182,9 @@ class Judge:
 
     def _is_not_judged(self, cause: Cause) -> bool:
         """Return whether it cannot be told if a cause has ended, as workers are short of cores."""
-        if cause.kind not in SETTLED or cause.kind is Kind.LOAD:
+        if cause.kind not in SETTLED or cause.kind is VerdictKind.LOAD:
             return False
-        if cause.culprit == ALL:
+        if cause.culprit == ALL_WORKERS:
             return bool(self._short)
         return not self._short.isdisjoint(LINK_ENDS.split(cause.culprit))
 
@@ -249,7 +251,7 @@ class Usual:
 def absences(reports: Mapping[str, Report]) -> Iterator[tuple[Cause, str]]:
     for name, report in reports.items():
         if report.absent:
-            yield Cause(Kind(report.absent), name), report.evidence
+            yield Cause(VerdictKind(report.absent), name), report.evidence
 
 
 def wrong_numbers(reports: Mapping[str, Report]) -> Iterator[tuple[Cause, str]]:
@@ -259,9 +261,9 @@ def wrong_numbers(reports: Mapping[str, Report]) -> Iterator[tuple[Cause, str]]:
     """
     for name, report in reports.items():
         if report.flags & NOT_FINITE:
-            yield Cause(Kind.NUMBERS, name), "its delta is not finite"
+            yield Cause(VerdictKind.NUMBERS, name), "its delta is not finite"
         elif report.flags & OUTLIER:
-            yield Cause(Kind.NUMBERS, name), "its delta is far above its usual norm"
+            yield Cause(VerdictKind.NUMBERS, name), "its delta is far above its usual norm"
 
 
 def short_of_cores(
@@ -272,11 +274,11 @@ def short_of_cores(
     if not short:
         return
     known = sum(vitals.step > 0 for vitals in present_vitals.values())
-    if named == {ALL} or (not named and 1 < known == len(short)):
-        short = {ALL: max(short.values(), key=lambda vitals: vitals.queued / vitals.step)}
+    if named == {ALL_WORKERS} or (not named and 1 < known == len(short)):
+        short = {ALL_WORKERS: max(short.values(), key=lambda vitals: vitals.queued / vitals.step)}
     for name, vitals in short.items():
         text = f"{vitals.queued:.3g} of {vitals.step:.3g} s per step were spent waiting for one"
-        yield Cause(Kind.LOAD, name), text
+        yield Cause(VerdictKind.LOAD, name), text
 
 
 def is_short_of_cores(vitals: Vitals) -> bool:
@@ -324,7 +326,7 @@ def slow_steps(present_vitals: Mapping[str, Vitals], usual: Usual) -> Iterator[t
     before = usual.before("step", step)
     if before and min(steps) > EVERYBODY_RATIO * before:
         text = f"{step:.3g} s per step (before: {before:.3g} s)"
-        yield Cause(Kind.EVERYBODY, ALL), text
+        yield Cause(VerdictKind.EVERYBODY, ALL_WORKERS), text
 
 
 # --- links ----------------------------------------------------------------------------------------
@@ -341,7 +343,7 @@ def slow_links(
         name: usual.of_transfers(name, vitals) for name, vitals in present_vitals.items()
     }
     slow = dict[Cause, str]()
-    for kind, field in (Kind.SENDING, "upload"), (Kind.RECEIVING, "download"):
+    for kind, field in (VerdictKind.SENDING, "upload"), (VerdictKind.RECEIVING, "download"):
         seconds_of = {name: getattr(vitals, field) for name, vitals in present_vitals.items()}
         known = {name: seconds for name, seconds in seconds_of.items() if seconds}
         for name, seconds in known.items():
@@ -352,7 +354,10 @@ def slow_links(
                 slow[Cause(kind, name)] = text
     for cause, text in slow.items():
         # An upload waits for its answers, which come behind all that is downloaded.
-        if cause.kind is Kind.RECEIVING or Cause(Kind.RECEIVING, cause.culprit) not in slow:
+        if (
+            cause.kind is VerdictKind.RECEIVING
+            or Cause(VerdictKind.RECEIVING, cause.culprit) not in slow
+        ):
             yield cause, text
     yield from slow_transfers(names, present_vitals, cycle=cycle, usual=usual)
 
@@ -376,15 +381,18 @@ def slow_transfers(
         text = f"{seconds_of[path]:.3g} s for the transfers of a cycle (others: {median:.3g} s)"
         if len(present_vitals) == 2:
             text += "; of two workers, it cannot be told which side is slow"
-        yield Cause(Kind.LINK, " -> ".join(path)), text
+        yield Cause(VerdictKind.LINK, " -> ".join(path)), text
     both_ways = {*slow, *(path[::-1] for path in slow)}
     other_paths = {path: seconds for path, seconds in seconds_of.items() if path not in both_ways}
     sides = list(_slow_sides(other_paths, cycle))
     yield from sides
     if before and _is_slow(median, before, cycle) and not (slow or sides):
-        culprit = " - ".join(present_vitals) if len(present_vitals) == 2 else ALL
+        culprit = " - ".join(present_vitals) if len(present_vitals) == 2 else ALL_WORKERS
         text = f"{median:.3g} s for the transfers of a cycle (before: {before:.3g} s)"
-        yield Cause(Kind.LINK if len(present_vitals) == 2 else Kind.EVERYBODY, culprit), text
+        yield (
+            Cause(VerdictKind.LINK if len(present_vitals) == 2 else VerdictKind.EVERYBODY, culprit),
+            text,
+        )
 
 
 def _slow_paths(seconds_of: Mapping[Path, float], usual: float, cycle: float) -> Iterator[Path]:
@@ -426,7 +434,7 @@ def _slow_sides(seconds_of: Mapping[Path, float], cycle: float) -> Iterator[tupl
             return
         worst = max(slow, key=slow.__getitem__)
         seconds, usual = slow[worst]
-        end = 0 if worst.kind is Kind.SENDING else 1
+        end = 0 if worst.kind is VerdictKind.SENDING else 1
         remaining = {
             path: transfer for path, transfer in remaining.items() if path[end] != worst.culprit
         }
@@ -440,7 +448,7 @@ def _compare_sides(
     """Return the sides that are slow against the paths of the others: the mean seconds of their
     transfers, and the usual ones, which are at least `least`."""
     slow = dict[Cause, tuple[float, float]]()
-    for end, kind in enumerate((Kind.SENDING, Kind.RECEIVING)):
+    for end, kind in enumerate((VerdictKind.SENDING, VerdictKind.RECEIVING)):
         for name in dict.fromkeys(path[end] for path in seconds_of):
             own_seconds = [seconds for path, seconds in seconds_of.items() if path[end] == name]
             others = [seconds for path, seconds in seconds_of.items() if name not in path]

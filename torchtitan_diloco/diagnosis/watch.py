@@ -23,7 +23,7 @@ from torchtitan_diloco.diloco.data_parallel import OuterLoop
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.reports import Reports
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
-from torchtitan_diloco.diloco.vitals import Kind, Report
+from torchtitan_diloco.diloco.vitals import Report, VerdictKind
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.planner.ladder import settings_that_fit
 
@@ -35,11 +35,11 @@ STACKS_SECONDS = 60.0
 """Least seconds of a step that has its stacks written down."""
 STACKS_STEPS = 20
 """It also takes this multiple of the usual time."""
-MISSING = {Kind.STOPPED, Kind.HUNG, Kind.STUCK, Kind.NO_ROOM}
+MISSING = {VerdictKind.STOPPED, VerdictKind.HUNG, VerdictKind.STUCK, VerdictKind.NO_ROOM}
 """Every worker logs them, as the first one may be the culprit."""
 LOOPBACKS = {"lo", "lo0"}
 """Names of the interface on Linux and macOS."""
-OF_RANKS = {Kind.DATA, Kind.SAVE}
+OF_RANKS = {VerdictKind.DATA, VerdictKind.SAVE}
 """What the ranks of a worker have each for itself. The first one's compute contains waits for the
 others."""
 
@@ -117,7 +117,7 @@ class Diagnosis:
         standing = [] if rank else self._tell_others(reports)
         if standing and time.monotonic() > self._said + REPEAT_SECONDS:
             for verdict in standing:
-                if verdict.cause.kind is not Kind.LOAD:  # once is enough
+                if verdict.cause.kind is not VerdictKind.LOAD:  # once is enough
                     self._say(verdict)
 
     def missing(self, reports: Mapping[str, Report]) -> None:
@@ -144,7 +144,7 @@ class Diagnosis:
         if error is None:
             return
         for verdict in self._judge.verdicts.values():
-            if verdict.cause.kind is not Kind.LOAD or not isinstance(error, UserError):
+            if verdict.cause.kind is not VerdictKind.LOAD or not isinstance(error, UserError):
                 error.add_note(str(verdict))
 
     def _check_that_it_fits(self, reports: Mapping[str, Report], outer: StreamingDiLoCo) -> None:

@@ -12,7 +12,7 @@ from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS, Answer, Liveness
 from torchtitan_diloco.diloco.round import LEAST_LINK_BYTES, Traffic
 from torchtitan_diloco.diloco.transport import Header, Transport
-from torchtitan_diloco.diloco.vitals import Action, Kind, Report, Vitals, absence
+from torchtitan_diloco.diloco.vitals import Action, Report, VerdictKind, Vitals, absence
 
 HANG_STEPS = 10
 """A step hangs if it takes this multiple of the usual time, and at least `LATE_SECONDS`."""
@@ -25,12 +25,12 @@ STILL_RATIO = 10.0
 
 
 class NotCome(NamedTuple):
-    """What is known of a worker for which an exchange waits."""
+    """Describes a worker for which an exchange waits."""
 
     cause: str
     """Why it may be absent, before it was asked. Empty if that is unknown."""
     evidence: str
-    """What has not arrived from it."""
+    """Says what has not arrived from it."""
 
 
 class Reports:
@@ -147,7 +147,7 @@ class GlooReports(Reports):
             report = self._reports.get(name, Report())
             answer = answers.get(worker)
             usual = report.vitals.step or self.vitals.step
-            absent = cause and why_absent(answer, usual, is_stuck=cause == Kind.STUCK)
+            absent = cause and why_absent(answer, usual, is_stuck=cause == VerdictKind.STUCK)
             answered = cause and f", and {_describe_answer(answer)}"
             late[name] = report._replace(absent=absent, evidence=f"{evidence}{answered}")
         return late
@@ -168,7 +168,7 @@ class GlooReports(Reports):
             cause = ""
             if latest is None:
                 waited = now - self._transport.traffic.header_sent
-                cause = Kind.STOPPED
+                cause = VerdictKind.STOPPED
                 evidence = f"its header has not arrived for {waited:.0f} s"
             elif not receives:
                 evidence = "it has not received what was sent to it"
@@ -178,7 +178,7 @@ class GlooReports(Reports):
                 missing = "mean" if arrivals.are_means else "payload"
                 evidence = f"its header has arrived, but its {missing} has not arrived yet"
             else:
-                cause = Kind.STUCK
+                cause = VerdictKind.STUCK
                 evidence = "its header has arrived, but none of its payload has"
                 if arrivals.are_means:
                     evidence = "the means of the others have arrived, but its mean has not"

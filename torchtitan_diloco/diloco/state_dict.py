@@ -29,7 +29,7 @@ Named = dict[str, Tensor]
 SHARED = "outer"
 NEXT = "next"
 SENT = "sent"
-BEGINNING = "diloco.beginning"
+BEGINNING_SETTING = "diloco.beginning"
 OPTIMIZER = "diloco.outer_optimizer.name"
 SPARSE = "sparse"
 
@@ -55,7 +55,7 @@ def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
     return {
         "diloco.sync_every": config.sync_every,
         "diloco.overlap.delay": config.overlap.delay,
-        BEGINNING: [first.length, first.sync_every] if first.length else None,
+        BEGINNING_SETTING: [first.length, first.sync_every] if first.length else None,
         OPTIMIZER: config.outer_optimizer.name,
         SPARSE: config.quantization.format.is_sparse,  # how a copy is applied
     }
@@ -103,7 +103,7 @@ class OuterFacts:
     @property
     def ended_beginning(self) -> int:
         """Last step of `diloco.beginning`. 0: there was none, or it was not over."""
-        beginning = self.settings.get(BEGINNING)
+        beginning = self.settings.get(BEGINNING_SETTING)
         return int(beginning[0]) if beginning and beginning[0] <= self.step else 0
 
     def for_new_worker(self) -> "OuterFacts":

@@ -34,11 +34,11 @@ class Vitals(NamedTuple):
 
 
 NOTHING_SAID = Vitals()
-ALL = "all"
+ALL_WORKERS = "all"
 """The culprit of a verdict about all workers."""
 
 
-class Kind(StrEnum):
+class VerdictKind(StrEnum):
     """What is wrong: with the first ones, a worker is absent."""
 
     STOPPED = "stopped"
@@ -78,10 +78,10 @@ def absence(
         is_stuck: whether only its payload does not arrive.
     """
     if not answers:
-        return Kind.STOPPED
+        return VerdictKind.STOPPED
     if still >= longest and not may_wait:
-        return Kind.HUNG
-    return Kind.STUCK if is_stuck else ""
+        return VerdictKind.HUNG
+    return VerdictKind.STUCK if is_stuck else ""
 
 
 class Report(NamedTuple):

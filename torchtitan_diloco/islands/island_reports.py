@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from torchtitan_diloco.diloco.reports import Reports
-from torchtitan_diloco.diloco.vitals import Action, Kind, Report, Vitals
+from torchtitan_diloco.diloco.vitals import Action, Report, VerdictKind, Vitals
 from torchtitan_diloco.islands.config import Islands, change_commands
 from torchtitan_diloco.islands.gauges import Gauges
 from torchtitan_diloco.islands.link import Link
@@ -56,7 +56,7 @@ class IslandReports(Reports):
         mine = Report(self.own_vitals(), flags)
         if stuck := link.stuck_seconds:
             text = f"its upload has made no progress for {stuck:.0f} s"
-            absent = Kind.NO_ROOM if link.run.is_full else Kind.STUCK
+            absent = VerdictKind.NO_ROOM if link.run.is_full else VerdictKind.STUCK
             mine = Report(self.own_vitals(), absent=absent, evidence=text)
         return reports | {self.islands.name: mine}
 

@@ -63,7 +63,7 @@ SHARE_OF_WAIT = 1 / 16
 that is less than `poll_seconds` and the store is no cloud."""
 LEAST_POLL = 0.005
 """Minimum seconds after which they are read."""
-LOOK_SECONDS = 0.1
+LONGEST_WAIT = 0.1
 """Longest single wait of training, because a thread may have failed in the meantime."""
 Result = TypeVar("Result")
 
@@ -211,7 +211,7 @@ class Link:
                     return instructions
                 if is_new:
                     self._is_note_due.set()
-                pause = LOOK_SECONDS
+                pause = LONGEST_WAIT
                 if due.waits_until is not None:
                     pause = min(pause, due.waits_until - now)
                 is_new = self._changed.wait(max(0.0, pause))
@@ -221,7 +221,7 @@ class Link:
         self._sends.add(fragment)
         while self._claims[fragment] is Claim.PREPARING:
             self.check()  # the download may have failed
-            self._changed.wait(LOOK_SECONDS)
+            self._changed.wait(LONGEST_WAIT)
         self._sends.discard(fragment)
         assert fragment not in self._prepared, "a version is applied before the next send"
         self._claims[fragment] = Claim.SENDING
@@ -346,7 +346,7 @@ class Link:
             with self._changed:
                 stored = self._next_download()
                 if stored is None:
-                    self._changed.wait(LOOK_SECONDS)
+                    self._changed.wait(LONGEST_WAIT)
                     if self._closed.is_set():
                         return
                     continue
@@ -367,7 +367,7 @@ class Link:
                 # The memory is not used again: after an error, a chunk may be under way.
                 with self._changed:
                     self.machine.on_missing(stored)
-                self._sleep(LOOK_SECONDS)
+                self._sleep(LONGEST_WAIT)
                 continue
             if stored.kind == VERSION:  # others are larger, and not part of a cycle
                 self.transfers.add_download(stored.fragment, time.monotonic() - began)
@@ -388,7 +388,7 @@ class Link:
         while True:
             with self._changed:
                 while self._is_needed_by_send(stored.fragment):
-                    self._changed.wait(LOOK_SECONDS)
+                    self._changed.wait(LONGEST_WAIT)
                     if self._closed.is_set():
                         raise _ClosedError
                 if not self._is_next(stored):
@@ -427,7 +427,7 @@ class Link:
                 self._found()
             self._collect_garbage()
             try:
-                part, payload = self._uploads.get(timeout=LOOK_SECONDS)
+                part, payload = self._uploads.get(timeout=LONGEST_WAIT)
             except Empty:
                 self._sleep(0.0)
                 continue

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_diloco.diloco.vitals import ALL, Kind
+from torchtitan_diloco.diloco.vitals import ALL_WORKERS, VerdictKind
 from torchtitan_diloco.islands.past import Past
 from torchtitan_diloco.islands.rules.decision import (
     BARRED,
@@ -405,4 +405,6 @@ def _own_verdict(slot: Slot, seen: Seen) -> set[str]:
     kind = kind_of(seen.says)
     if not kind:
         return set()
-    return {f"{ALL if kind == Kind.EVERYBODY else name_of(slot.owner or '')}: {kind}"}
+    return {
+        f"{ALL_WORKERS if kind == VerdictKind.EVERYBODY else name_of(slot.owner or '')}: {kind}"
+    }

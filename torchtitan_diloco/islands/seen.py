@@ -6,25 +6,25 @@ All follows from the newest decision, whose times are on one clock. No decision 
 from collections.abc import Sequence
 
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.vitals import ALL, Kind, Report, Vitals, absence
+from torchtitan_diloco.diloco.vitals import ALL_WORKERS, Report, VerdictKind, Vitals, absence
 from torchtitan_diloco.islands.rules import presence
 from torchtitan_diloco.islands.rules.decision import IS_IDLE, Decision, Fate, Seen, Slot
 from torchtitan_diloco.islands.rules.names import name_of
 
 KINDS = (
-    Kind.STOPPED,
-    Kind.HUNG,
-    Kind.STUCK,
-    Kind.NO_ROOM,
-    Kind.NUMBERS,
-    Kind.LOAD,
-    Kind.COMPUTE,
-    Kind.DATA,
-    Kind.SAVE,
-    Kind.SENDING,
-    Kind.RECEIVING,
-    Kind.LINK,
-    Kind.EVERYBODY,
+    VerdictKind.STOPPED,
+    VerdictKind.HUNG,
+    VerdictKind.STUCK,
+    VerdictKind.NO_ROOM,
+    VerdictKind.NUMBERS,
+    VerdictKind.LOAD,
+    VerdictKind.COMPUTE,
+    VerdictKind.DATA,
+    VerdictKind.SAVE,
+    VerdictKind.SENDING,
+    VerdictKind.RECEIVING,
+    VerdictKind.LINK,
+    VerdictKind.EVERYBODY,
 )
 """Kinds of verdicts, the worst first. The code of a kind in a note is its place here, plus one."""
 MOVING_STEPS = 3
@@ -41,7 +41,7 @@ def code_of(verdicts: Sequence[str], name: str) -> int:
     about = [
         kind
         for culprit, _, kind in (verdict.partition(": ") for verdict in verdicts)
-        if culprit in (name, ALL) and kind in KINDS
+        if culprit in (name, ALL_WORKERS) and kind in KINDS
     ]
     return 1 + min(map(KINDS.index, about)) if about else 0
 
@@ -83,18 +83,18 @@ def _report(decision: Decision, slot: Slot, seen: Seen) -> Report:
         still=seen.still,
         longest=max(presence.SILENT, decision.settings.slot_seconds),
         may_wait=may_wait,
-        is_stuck=says in (Kind.STUCK, Kind.NO_ROOM),
+        is_stuck=says in (VerdictKind.STUCK, VerdictKind.NO_ROOM),
     )
-    if absent == Kind.STUCK:
+    if absent == VerdictKind.STUCK:
         absent = says
     flags = _flags(slot)
-    if says == Kind.NUMBERS:
+    if says == VerdictKind.NUMBERS:
         flags |= NOT_FINITE
     evidence = {
-        Kind.STOPPED: f"no note of it for {seen.heard:.0f} s",
-        Kind.HUNG: f"its last step, {seen.step}, was {seen.still:.0f} s ago",
-        Kind.STUCK: "it says so",
-        Kind.NO_ROOM: "it says so",
+        VerdictKind.STOPPED: f"no note of it for {seen.heard:.0f} s",
+        VerdictKind.HUNG: f"its last step, {seen.step}, was {seen.still:.0f} s ago",
+        VerdictKind.STUCK: "it says so",
+        VerdictKind.NO_ROOM: "it says so",
         "": "",
     }
     noted = seen.vitals

@@ -9,7 +9,7 @@ COPY_SECONDS = 600.0
 """Maximum seconds between two copies of a fragment that has new versions."""
 
 
-class Copies:
+class CopySchedule:
     def __init__(self, fragments: range, now: float) -> None:
         self.is_asked = False
         """Whether an island without a slot is far behind, and asks for newer copies."""

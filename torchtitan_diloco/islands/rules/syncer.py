@@ -11,7 +11,7 @@ What cannot be undone, such as a deletion, follows from `committed` alone.
 from collections.abc import Collection, Iterable, Sequence
 
 from torchtitan_diloco.islands.rules.changes import Changes, describe
-from torchtitan_diloco.islands.rules.copies import Copies
+from torchtitan_diloco.islands.rules.copies import CopySchedule
 from torchtitan_diloco.islands.rules.decision import (
     BARRED,
     SICK,
@@ -92,7 +92,7 @@ class Syncer:
         self.seats = Seats(state, self.presence, self._is_busy)
         self._loads = list[Job]()  # after a takeover, until something is to be merged
         self._loaded = set[int]()
-        self._copies = Copies(fragments, self._now)
+        self._copies = CopySchedule(fragments, self._now)
         self._checksums = dict[int, str]()  # of the versions that are being uploaded
         self._wrong_parts = WrongParts()
         self._speeds = Speeds()
