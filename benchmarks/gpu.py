@@ -29,15 +29,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import core, records, sync, torchft_loop, train_step
+from benchmarks.gpu_scales import GPU, MINIATURE, SMALL, Scale
 from benchmarks.hosts import FolderHost
 from benchmarks.network import NoNetwork
 from torchtitan_diloco.base.formatting import markdown_table
 from torchtitan_diloco.base.hardware import GIB
-from torchtitan_diloco.base.user import REPOSITORY
 from torchtitan_diloco.components.metrics import compute_percent, hidden_percent, totals_of
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
 from torchtitan_diloco.diloco.codecs import UNIT, build_codec
-from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
+from torchtitan_diloco.diloco.config import Quantization
 from torchtitan_diloco.diloco.formats import FORMATS
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.modes import Mode
@@ -53,15 +53,6 @@ SHORTEST_SECONDS = 5.0
 NOT_PROVEN = """
 Not proven by one GPU: FSDP2 and NCCL over several GPUs, workers on several machines, the speed of
 a real link, and losses of workers in the middle of an exchange on GPUs."""
-RUN = {
-    "checkpoint.every_minutes": "0",
-    "lr_schedule.warmup": "5",
-    "metrics.log_every": "1",
-    "metrics.boards": "none",
-    "run.restarts": "0",
-    "run.deterministic": "true",
-    "validation.every": "0",
-}
 
 
 @dataclass
@@ -71,54 +62,6 @@ class Check:
     measured: str
     passed: bool | None = None
     """None if the value is only for information."""
-
-
-@dataclass(frozen=True)
-class Scale:
-    device: torch.device
-    flavor: str
-    step: core.Settings
-    """Settings of the measured step."""
-    run: core.Settings
-    """Settings of whole runs."""
-    blocks: tuple[int, ...]
-    megabytes: tuple[float, ...]
-    rounds: int
-    host: core.Settings
-    """Settings of the workers that show what state in host memory costs."""
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-
-LARGE = {"model.flavor": "paper-1b", "model.vocab_size": "32000", "run.device": "cuda"}
-SMALL = {
-    "training.sequence_length": "32",
-    "run.device": "cpu",
-    "data.corpus": str(REPOSITORY / "README.md"),
-}
-GPU = Scale(
-    device=torch.device("cuda", 0),
-    flavor="paper-1b",
-    step=LARGE | {"training.sequence_length": "2048"},
-    run=RUN
-    | {"model.flavor": "paper-35m", "training.sequence_length": "512", "run.device": "cuda"},
-    blocks=BLOCK_SIZES,
-    megabytes=(2, 64, 604),
-    rounds=5,
-    host=LARGE | {"model.flavor": "paper-500m", "training.sequence_length": "1024"},
-)
-MINIATURE = Scale(
-    device=core.CPU,
-    flavor="debug",
-    step=SMALL,
-    run=RUN | SMALL,
-    blocks=(64,),
-    megabytes=(0.1,),
-    rounds=1,
-    host=SMALL,
-)
 
 
 # --- parts ----------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import core, downstream
-from benchmarks.downstream import CONTROL, Source
+from benchmarks import core, downstream, downstream_models
+from benchmarks.downstream_models import CONTROL, Source
 from benchmarks.downstream_tasks import (
     BRACKETS,
     TASKS,
@@ -267,9 +267,9 @@ def test_the_parameters_are_the_shared_ones_or_those_of_the_worker(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_command(runs, monkeypatch)
-    _, merged, worker = downstream.find_sources([runs / "out"])
+    _, merged, worker = downstream_models.find_sources([runs / "out"])
     for source, of in ((merged, shared_parameter_name), (worker, (MODEL + "{}").format)):
-        saved = downstream.open_source(source)
+        saved = downstream_models.open_source(source)
         values = dict(saved.model.named_parameters())
         expected = {of(name): torch.zeros_like(value) for name, value in values.items()}
         SavedTensors(saved.path, read_manifest(saved.path)).fill(expected)
@@ -283,18 +283,20 @@ def test_runs_that_cannot_be_compared_are_refused(
     run_command(runs, monkeypatch)
     (streaming,) = runs.glob("out/runs/*M-1*")
     with pytest.raises(UserError, match=r"no run with checkpoints and run\.seed = 0"):
-        downstream.find_sources([streaming])
+        downstream_models.find_sources([streaming])
     with pytest.raises(UserError, match="as a control: give such folders to --runs"):
-        downstream.find_sources([tmp_path])
+        downstream_models.find_sources([tmp_path])
     (control,) = runs.glob("out/runs/*parallel*")
     settings = json.loads((control / core.FINISHED).read_text())["settings"]
     shorter = settings | {"training.steps": "1", "run.folder": str(tmp_path / "shorter")}
     assert train(core.command_line(shorter)) == 0
     with pytest.raises(UserError, match=r"differ in tokens: .* with --control-ratio"):
-        downstream.find_sources([streaming, tmp_path])
+        downstream_models.find_sources([streaming, tmp_path])
     with pytest.raises(UserError, match="differ in tokens of controls"):
-        downstream.find_sources([runs / "out", tmp_path], controls_may_differ_in_tokens=True)
-    sources = downstream.find_sources([streaming, tmp_path], controls_may_differ_in_tokens=True)
+        downstream_models.find_sources([runs / "out", tmp_path], controls_may_differ_in_tokens=True)
+    sources = downstream_models.find_sources(
+        [streaming, tmp_path], controls_may_differ_in_tokens=True
+    )
     assert [source.run.parent for source in sources] == [tmp_path, streaming, streaming]
 
 
@@ -326,7 +328,7 @@ def test_runs_that_differ_in_their_mixture_or_phases_are_refused(tmp_path: Path)
         "single": "differ in corpus or mixture: give --runs",
     }.items():
         with pytest.raises(UserError, match=reason):
-            downstream.find_sources([tmp_path / "mixed", tmp_path / name])
+            downstream_models.find_sources([tmp_path / "mixed", tmp_path / name])
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -335,7 +337,7 @@ def test_runs_that_differ_in_their_mixture_or_phases_are_refused(tmp_path: Path)
 @pytest.fixture
 def saved(runs: Path, monkeypatch: pytest.MonkeyPatch) -> SavedModel:
     run_command(runs, monkeypatch)
-    return downstream.open_source(downstream.find_sources([runs / "out"])[0])
+    return downstream_models.open_source(downstream_models.find_sources([runs / "out"])[0])
 
 
 def log_likelihood(saved: SavedModel, context: str, answer: str) -> float:
@@ -395,7 +397,7 @@ def test_fine_tuning_teaches_the_tasks(saved: SavedModel) -> None:
 
 
 def test_text_is_divided_by_documents(saved: SavedModel) -> None:
-    (to_fit,), (to_test,) = downstream.read_held_out(saved)
+    (to_fit,), (to_test,) = downstream_models.read_held_out(saved)
     documents = write_documents(40)
     found = [one for one in (*to_fit.documents, *to_test.documents) if one]
     assert set(found) <= set(documents)
@@ -422,7 +424,7 @@ def test_all_corpora_of_a_mixture_have_as_many_questions(
         cache_folder=str(tmp_path / "cache"),
     )
     mixed = replace(saved, config=replace(saved.config, data=data))
-    to_fit, to_test = downstream.read_held_out(mixed)
+    to_fit, to_test = downstream_models.read_held_out(mixed)
     for own, fit, test in zip(written, to_fit, to_test, strict=True):
         assert {*fit.documents, *test.documents} - {""} < set(own)
         assert not set(fit.documents) & set(test.documents) - {""}
@@ -439,6 +441,6 @@ def test_all_corpora_of_a_mixture_have_as_many_questions(
     alone = examples_of_all("copying", to_test[:1], 20, "test")
     assert alone == make_examples("copying", to_test[0], 20, "test")
 
-    monkeypatch.setattr(downstream, "HELD_OUT_TOKENS", 900)
-    (first, _, _), _ = downstream.read_held_out(mixed)
+    monkeypatch.setattr(downstream_models, "HELD_OUT_TOKENS", 900)
+    (first, _, _), _ = downstream_models.read_held_out(mixed)
     assert sum(map(len, first.documents)) <= 300, "a third of the tokens"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import core, gpu, records, train_step
+from benchmarks.gpu_scales import MINIATURE
 from torchtitan_diloco.train import main
 
 
@@ -30,7 +31,7 @@ def test_every_part_works(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(train_step, "measure_alone", measure_here)
     monkeypatch.setattr(core, "train", train_here)
     try:
-        checks = list(gpu.PARTS[name][0](gpu.MINIATURE, tmp_path))
+        checks = list(gpu.PARTS[name][0](MINIATURE, tmp_path))
     finally:
         torch.use_deterministic_algorithms(False)
     assert checks
@@ -46,7 +47,7 @@ def test_parts_that_fail_keep_what_they_have_shown(
 
     monkeypatch.setitem(gpu.PARTS, "bits", (begin_and_fail, 60))
     with pytest.raises(RuntimeError):
-        gpu.show_part("bits", gpu.MINIATURE, tmp_path)
+        gpu.show_part("bits", MINIATURE, tmp_path)
     shown = (tmp_path / "bits.jsonl").read_text()
 
     def run_program(words: list[str], log: Path, _seconds: float) -> int:
