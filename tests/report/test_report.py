@@ -12,7 +12,6 @@ import pytest
 
 from tests.report.synthetic import (
     FRAGMENTS,
-    exchanges,
     phase_records,
     round_records,
     step_records,
@@ -23,11 +22,7 @@ from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.metrics import BASELINE, baseline_bytes
 from torchtitan_diloco.config import load_config, to_toml
 from torchtitan_diloco.report.charts import (
-    PHASES,
     SERIES,
-    phases,
-    timeline_span,
-    timeline_svg,
 )
 from torchtitan_diloco.report.figures import Figure, figures, latest
 from torchtitan_diloco.report.page import describe, detail_tables, facts_table, html_page, main
@@ -462,18 +457,6 @@ def test_a_page_is_made_without_torch(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     subprocess.run([sys.executable, "-c", program, folder, "--out", out], check=True)
     assert out.exists()
-
-
-def test_the_timeline_shows_all_phases_of_the_first_eight_workers() -> None:
-    found = phases(exchanges(round_records(100, workers=10))[-2:])
-    names = [f"worker {number}" for number in range(10)]
-    span = timeline_span(found, names)
-    assert re.fullmatch(r"seconds, from 01:47:2.* 2 more workers are not shown", span)
-    drawn = timeline_svg("Exchanges", found, names)
-    tooltips = re.findall(r"<title>(worker \d): ([a-z ]+) \d", drawn)
-    expected = [(f"worker {n}", name) for n in range(8) for name in PHASES] * 2
-    assert sorted(tooltips) == sorted(expected)
-    assert re.findall(r">(worker \d)</text>", drawn) == names[:8]
 
 
 @pytest.mark.parametrize(

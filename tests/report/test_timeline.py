@@ -1,6 +1,7 @@
 """Exchanges on one clock: who was last, and what each thread did."""
 
 import math
+import re
 from collections import defaultdict
 from itertools import pairwise
 
@@ -8,9 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.report.synthetic import (
+    exchanges,
+    round_records,
+)
 from torchtitan_diloco.components.records import RoundRecord
-from torchtitan_diloco.report.charts import PHASES, Phase, phases
-from torchtitan_diloco.report.page import last_to_arrive
+from torchtitan_diloco.report.charts import (
+    PHASES,
+    Phase,
+    phases,
+    timeline_span,
+    timeline_svg,
+)
+from torchtitan_diloco.report.page import (
+    last_to_arrive,
+)
 
 
 def record(at_seconds: dict[str, float], heard_after: float | None = None) -> RoundRecord:
@@ -59,3 +72,15 @@ def test_clocks_are_aligned_where_the_headers_have_arrived() -> None:
     assert len(found) == 8
     starts = [one.start_seconds for one in found if one.worker == 1]  # also where it is not known
     assert starts == pytest.approx([1, 2, 2, 3, 4.5])
+
+
+def test_the_timeline_shows_all_phases_of_the_first_eight_workers() -> None:
+    found = phases(exchanges(round_records(100, workers=10))[-2:])
+    names = [f"worker {number}" for number in range(10)]
+    span = timeline_span(found, names)
+    assert re.fullmatch(r"seconds, from 01:47:2.* 2 more workers are not shown", span)
+    drawn = timeline_svg("Exchanges", found, names)
+    tooltips = re.findall(r"<title>(worker \d): ([a-z ]+) \d", drawn)
+    expected = [(f"worker {n}", name) for n in range(8) for name in PHASES] * 2
+    assert sorted(tooltips) == sorted(expected)
+    assert re.findall(r">(worker \d)</text>", drawn) == names[:8]
