@@ -47,7 +47,7 @@ MOST_DOUBLED = 6
 MEASURED = 4
 """Latest transfers of a worker. Their medians count, of islands the fastest: they share the link
 of the store, and which of two shares a link first is chance."""
-HISTORY = 32
+REMEMBERED_ROUNDS = 32
 """Rounds that are remembered."""
 FEWEST = 8
 """Rounds after which it is known what is usual."""
@@ -204,7 +204,7 @@ class Usual:
 
     def stands_out(self, cause: Cause, share: float) -> bool:
         """Return whether a deviation from the others stands out, and note it."""
-        shares = self._shares.setdefault(cause, deque(maxlen=HISTORY))
+        shares = self._shares.setdefault(cause, deque(maxlen=REMEMBERED_ROUNDS))
         latest = self._latest.setdefault(cause, deque(maxlen=LASTING))
         latest.append(share)
         limit = 0.0
@@ -219,7 +219,7 @@ class Usual:
 
     def before(self, name: str, value: float) -> float:
         """Return the usual value of earlier rounds, 0 if it is not known, and note this one."""
-        values = self._medians.setdefault(name, deque(maxlen=HISTORY))
+        values = self._medians.setdefault(name, deque(maxlen=REMEMBERED_ROUNDS))
         usual = statistics.median(values) if len(values) >= FEWEST else 0.0
         if not usual or value < EVERYBODY_RATIO * usual:
             values.append(value)

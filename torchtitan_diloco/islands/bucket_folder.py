@@ -42,7 +42,7 @@ SYNCER = "syncer"
 RESERVED = (OWNER, SYNCER, "anonymous", "admin")
 """Logins that no site can have. For SeaweedFS, `anonymous` is everybody without a login."""
 DEFAULT_HOST = "0.0.0.0"
-DEFAULT_PORT = 8333
+S3_PORT = 8333
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses on which a server is reached from this machine if it listens on all of them."""
 HOST_PATTERN = r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+"
@@ -59,7 +59,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True):
 
     address: str  # that others connect to
     host: str = DEFAULT_HOST  # to listen on
-    port: Annotated[int, Meta(ge=1, le=65535)] = DEFAULT_PORT
+    port: Annotated[int, Meta(ge=1, le=65535)] = S3_PORT
 
 
 class Credential(msgspec.Struct, rename="camel"):

@@ -32,8 +32,11 @@ ONLY_OWNER = (
     "or stop an island with Ctrl-C or SIGTERM where it runs: it sends its work and leaves"
 )
 CHANGE_SECONDS = 30.0
-LEAVE_SECONDS = 60.0
+"""Seconds within which a syncer that runs has decided on a change."""
+LEAVING_SECONDS = 60.0
+"""Seconds within which an island that is asked to leave has given up its slot."""
 LOOK_SECONDS = 0.1
+"""Seconds between two looks for that."""
 
 
 def change(location: str, key: str, value: str) -> None:
@@ -79,9 +82,9 @@ def leave(location: str, name: str) -> None:
             raise requests.no_island(name, requests.owners())
         requests.make(Leave(name))
         say(f"asked {name} to leave: waiting until its parts are merged, and its slot is free")
-        if not requests.wait_until_free(asked, LEAVE_SECONDS):
+        if not requests.wait_until_free(asked, LEAVING_SECONDS):
             raise UserError(
-                f"{name} has not left within {LEAVE_SECONDS:g} s: if it is dead, another island "
+                f"{name} has not left within {LEAVING_SECONDS:g} s: if it is dead, another island "
                 f"can take its slot, and `islands evict {name}` frees it now; otherwise, it may "
                 "still be sending its work"
             )

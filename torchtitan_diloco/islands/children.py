@@ -17,7 +17,7 @@ from torchtitan_diloco.islands.console import Say
 
 FIRST_PAUSE = 1.0
 """Seconds until a process that has ended is started again for the first time."""
-LONGEST_PAUSE = 30.0
+LONGEST_RESTART_PAUSE = 30.0
 """The pause doubles each time, up to these seconds."""
 SYNCER_SECONDS = 20.0
 """Time for the syncer to publish what it merges when it is stopped."""
@@ -71,7 +71,7 @@ class Child:
             if code == 0 and self._may_end:
                 self.is_done = True
                 return False
-            if now - self._began > LONGEST_PAUSE:
+            if now - self._began > LONGEST_RESTART_PAUSE:
                 self._pause = FIRST_PAUSE
             why = self._why()
             self._again(now, f"{self.name} ended with code {code}{f' ({why})' if why else ''}")
@@ -99,7 +99,7 @@ class Child:
     def _again(self, now: float, what: str) -> None:
         self._say(f"{what}; starting it again in {self._pause:g} s")
         self._due = now + self._pause
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._pause = min(2 * self._pause, LONGEST_RESTART_PAUSE)
 
 
 def syncer_of(

@@ -14,7 +14,7 @@ from torchtitan_diloco.diloco.fragments import Fragment
 
 NO_TIMEOUT = timedelta(days=365)
 """Ranks wait for the first one, which may wait for other islands. `Liveness` detects failures."""
-BLOCK = 2**20
+SUMMED_VALUES = 2**20
 """Values of a block of whole rows, whose sums are computed together for a checksum."""
 
 
@@ -124,7 +124,7 @@ class Layout:
             words = values[span.local :][: span.size].view(torch.int32)
             place = span.whole
             head = -place % ROW  # the rest of a row that another rank begins
-            for block in (words[:head], *words[head:].split(BLOCK)):
+            for block in (words[:head], *words[head:].split(SUMMED_VALUES)):
                 sums = row_sums(block, place % ROW)
                 weight = 2 * (place // ROW) + 1
                 weights = torch.arange(weight, weight + 2 * len(sums), 2, device=values.device)

@@ -49,7 +49,7 @@ from torchtitan_diloco.islands.spares import Spares
 from torchtitan_diloco.islands.transfers import AGAIN_SECONDS, UNREADABLE_SECONDS
 from torchtitan_diloco.store import AwayError, DamagedObjectError, FullError
 
-LOOKS = 10
+VISIBILITY_LOOKS = 10
 """Number of attempts to find an object that is not visible yet."""
 LOOK_SECONDS = 0.3
 """Seconds between these attempts."""
@@ -242,7 +242,7 @@ class FragmentTasks:
 
     def _get(self, stored: Object, most: int) -> bytearray:
         """Return a content that a decision names. Raise a MalformedError if it is missing."""
-        for _ in range(LOOKS):
+        for _ in range(VISIBILITY_LOOKS):
             content = patiently(
                 self._run, lambda: self._run.large.get(stored.name, most), self._sleep
             )
@@ -379,7 +379,7 @@ class TransferTasks:
                 raise DamagedObjectError(f"{name} cannot be read")
 
         try:
-            for _ in range(LOOKS):
+            for _ in range(VISIBILITY_LOOKS):
                 content = patiently(self._run, partial(self._get, name, part), sleep_or_give_up)
                 if content is not None:
                     fate = self._judge(job, content)

@@ -20,7 +20,7 @@ from torchtitan_diloco.islands.rules.note import Note
 
 BIN_SECONDS = 600.0
 """Length of a bin."""
-LEAST_SECONDS = 60.0
+LEAST_BIN_SECONDS = 60.0
 """Minimum length of a bin that is closed earlier because it is full of events."""
 MOST_EVENTS = 64
 MOST_VALIDATED = 32
@@ -153,7 +153,7 @@ class History(msgspec.Struct, array_like=True):
     def close_if_due(self, age: float) -> None:
         """Close the open bin once it is old or full, and the last closed one is stored."""
         lasted = age - self.open.since
-        is_full = len(self.open.events) >= MOST_EVENTS and lasted >= LEAST_SECONDS
+        is_full = len(self.open.events) >= MOST_EVENTS and lasted >= LEAST_BIN_SECONDS
         if self.closed is None and (is_full or lasted >= BIN_SECONDS):
             self.open.until = int(age)
             self.closed = self.open
